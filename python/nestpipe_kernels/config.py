@@ -1,0 +1,83 @@
+"""Settings of a pipeline, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PipelineConfig", "default_threads", "environment"]
+
+SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
+
+
+def environment(name: str, default: str) -> str:
+    """The value of NESTPIPE_<name>, or `default`."""
+    return os.environ.get(f"NESTPIPE_{name}", default)
+
+
+def default_threads() -> int:
+    """Threads of native bulk calls: NESTPIPE_THREADS, else the cores this process may use."""
+    value = environment("THREADS", "")
+    if value:
+        if not value.isdigit() or int(value) < 1:
+            raise ValueError(f"NESTPIPE_THREADS must be a positive integer, got {value!r}")
+        return int(value)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+@dataclass
+class PipelineConfig:
+    """How a NestedPipeline runs; every schedule gives the same result at the same `num_micro_batches`.
+
+    Attributes:
+        schedule: "sequential", "dbp", "fwp", "nested", or "async" (rows one step stale: a baseline only).
+        num_micro_batches: parts of a batch that form the frozen window, >= 1, the same on all ranks.
+        row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
+            "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
+        clustering: "key" reorders samples so that those sharing keys meet; "none" keeps the order.
+        nan_policy: "raise" (nothing changes on any rank) or "skip_row" (only that row is left out, and reported).
+        timeout_s: limit of every wait for another rank, seconds.
+        sparse_inputs: `batch -> {module: [input per call]}`, for inputs that capture cannot follow.
+        split_batch: `(batch, list of int64 index tensors) -> list of batches`, for batches that are not made of
+            tensors of dim 0 = batch size, KeyedJaggedTensors and containers of them.
+        timeline_steps: how many of the last steps the timeline keeps.
+        threads: threads of native calls, None for NESTPIPE_THREADS or the number of cores.
+    """
+
+    schedule: str = "nested"
+    num_micro_batches: int = 4
+    row_transfer: str = "once"
+    clustering: str = "key"
+    nan_policy: str = "raise"
+    timeout_s: float = 300.0
+    sparse_inputs: Callable[[Any], dict[Any, list[Any]]] | None = None
+    split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
+    timeline_steps: int = 50
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("schedule", self.schedule, SCHEDULE_NAMES)
+        _one_of("row_transfer", self.row_transfer, ("once", "per_micro_batch"))
+        _one_of("clustering", self.clustering, ("key", "none"))
+        _one_of("nan_policy", self.nan_policy, ("raise", "skip_row"))
+        for name in ("num_micro_batches", "timeline_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.row_transfer == "per_micro_batch" and self.num_micro_batches > 63:
+            raise ValueError(
+                f"num_micro_batches must be <= 63 with row_transfer='per_micro_batch', got {self.num_micro_batches}"
+            )
+        if self.num_micro_batches > 4095:
+            raise ValueError(f"num_micro_batches must be <= 4095, got {self.num_micro_batches}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s!r}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be >= 1 or None, got {self.threads!r}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")

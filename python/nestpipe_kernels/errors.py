@@ -1,0 +1,48 @@
+"""Every error of this package that is not a plain ValueError, TypeError or IndexError."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "CommunicationError",
+    "GraphError",
+    "NestPipeError",
+    "NonFiniteGradientError",
+    "RemoteRankError",
+    "StoreFullError",
+]
+
+
+class NestPipeError(Exception):
+    """Base class of this package's errors."""
+
+
+class CaptureError(NestPipeError, ValueError):
+    """An embedding input of the model cannot be derived from the batch; names module and remedy."""
+
+
+class CommunicationError(NestPipeError, RuntimeError):
+    """A collective timed out, lost a peer, or peers disagree on sizes."""
+
+
+class GraphError(NestPipeError, ValueError):
+    """A stage graph has conflicting accesses without a path, a redundant edge or a cycle."""
+
+
+class NonFiniteGradientError(NestPipeError, ArithmeticError):
+    """A gradient is NaN or infinite; names the table and keys, or the dense parameter."""
+
+
+class RemoteRankError(NestPipeError, RuntimeError):
+    """Another rank failed; carries its rank, stage, batch index and message."""
+
+    def __init__(self, rank: int, stage: str, batch: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed in {stage} of batch {batch}: {message}")
+        self.rank = rank
+        self.stage = stage
+        self.batch = batch
+        self.message = message
+
+
+class StoreFullError(NestPipeError, RuntimeError):
+    """A key could not be inserted: its table's quota is used up or memory ran out."""

@@ -1,0 +1,279 @@
+"""The words shared by all layers: codes, lookup calls, and the protocols that keep layers apart.
+
+Nothing here does work. `pipeline` and `stages` know stores, modules and groups only through the protocols below.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "UNBOUNDED",
+    "DataType",
+    "EmbeddingModule",
+    "Group",
+    "Handle",
+    "JaggedLike",
+    "KeyedJaggedLike",
+    "KeyStatus",
+    "LookupCall",
+    "LookupContext",
+    "PoolingType",
+    "Retrieval",
+    "RowStore",
+    "SparseOptimizer",
+    "StoreKeys",
+    "TableSpec",
+]
+
+UNBOUNDED = -1
+"""`num_embeddings` of a table with an open vocabulary: any int64 is a key."""
+
+
+class PoolingType(enum.Enum):
+    """How the rows of a bag become one vector; NONE keeps one vector per key."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MAX = "MAX"
+    NONE = "NONE"
+
+    @property
+    def code(self) -> int:
+        """The number native code knows this mode by."""
+        return {"SUM": 0, "MEAN": 1, "MAX": 2, "NONE": 3}[self.value]
+
+
+class DataType(enum.Enum):
+    """Storage type of a table's rows."""
+
+    FP32 = "FP32"
+
+
+class KeyStatus(enum.IntEnum):
+    """What happened to one key in a bulk call of a store."""
+
+    FOUND = 0
+    INSERTED = 1
+    ABSENT = 2
+    REFUSED = 3
+
+
+# --------------------------------------------------------------------------------------------- keys of a call
+
+
+@dataclass
+class StoreKeys:
+    """The occurrences of one lookup call (or of several, concatenated) in one store.
+
+    Order of occurrences: (call, feature, sample, position). A segment is one feature of one call: a run of bags that
+    share table and pooling mode. Pooling NONE makes every occurrence a bag of its own.
+    """
+
+    keys: Tensor
+    """int64 [n], any value."""
+    tables: Tensor
+    """int32 [n], index of the table within the store."""
+    bag_offsets: Tensor
+    """int64 [num_bags + 1], ascending, from 0 to n."""
+    segment_bags: tuple[int, ...]
+    """[S + 1] segment s owns bags segment_bags[s] .. segment_bags[s + 1]."""
+    segment_modes: tuple[int, ...]
+    """[S] PoolingType.code."""
+    weights: Tensor | None = None
+    """float32 [n] per-sample weights, detached; None where no segment is weighted."""
+    valid: Tensor | None = None
+    """bool [n], False where the occurrence is padding: no row, not counted, no gradient. None: all valid."""
+
+
+@dataclass
+class LookupCall:
+    """One call of an embedding module, described before it happens (by capture) or as it happens.
+
+    `outputs` are float32 matrices that the lookup fills; `views[store][segment]` says where a segment's bags go:
+    (output index, first column). A segment writes rows 0 .. its number of bags of that output.
+    """
+
+    stores: list[StoreKeys]
+    """One entry per store of the module, in `module.row_stores()` order; a store the call does not use has n = 0."""
+    output_shapes: list[tuple[int, int]]
+    views: list[list[tuple[int, int]]]
+    finish: Callable[[Sequence[Tensor]], Any]
+    """Outputs -> what the module returns (KeyedTensor, dict of JaggedTensor, Tensor)."""
+    weights: Tensor | None = None
+    """The caller's float per-sample weights of the whole call, if any; gets a gradient when it requires one."""
+    weight_positions: list[Tensor | None] = field(default_factory=list)
+    """Per store: int64 [n], where each occurrence's weight stands in `weights`; None without weights."""
+    signature: list[Tensor] = field(default_factory=list)
+    """The tensors that determine the keys (values, lengths, weights): compared with what the model really passes."""
+    samples: list[Tensor | None] = field(default_factory=list)
+    """Per store: int64 [n], the sample that each occurrence belongs to, or None if bags do not map to samples."""
+
+
+# ------------------------------------------------------------------------------------------------- protocols
+
+
+@runtime_checkable
+class JaggedLike(Protocol):
+    """What we use of a JaggedTensor, ours or TorchRec's."""
+
+    def values(self) -> Tensor: ...
+    def lengths(self) -> Tensor: ...
+    def offsets(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+
+
+@runtime_checkable
+class KeyedJaggedLike(Protocol):
+    """What we use of a KeyedJaggedTensor, ours or TorchRec's: key-major lengths, F * stride entries."""
+
+    def keys(self) -> list[str]: ...
+    def values(self) -> Tensor: ...
+    def lengths(self) -> Tensor: ...
+    def offsets(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+    def stride(self) -> int: ...
+
+
+@runtime_checkable
+class SparseOptimizer(Protocol):
+    """Settings of a row update; the arithmetic is in ops/row_update, its truth in ops/row_update/reference.py."""
+
+    lr: float
+
+    @property
+    def name(self) -> str: ...
+    def state_floats(self, dim: int) -> int: ...
+    def hyper(self) -> dict[str, float]:
+        """Everything but lr, by name, for native code and references."""
+        ...
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table of a store."""
+
+    name: str
+    num_embeddings: int
+    init: Any
+    """An nk.init object: Zeros, Constant, Uniform, Normal."""
+    seed: int
+    capacity: int | None = None
+    lr_scale: float = 1.0
+    trainable: bool = True
+
+
+@dataclass
+class Retrieval:
+    """Result of find-or-insert for distinct keys, with what undoes it."""
+
+    handles: Tensor
+    """int64 [U], row handle; -1 where the key has no row."""
+    status: Tensor
+    """uint8 [U], KeyStatus."""
+    journal: Any
+    """Opaque; `store.undo(retrieval)` restores metadata and removes inserted keys (newest retrieval first)."""
+
+
+class RowStore(Protocol):
+    """The rows that one rank owns of a group of tables with the same dim, dtype and optimizer.
+
+    A buffer row is float32 [row_floats]: embedding [dim], optimizer state [state_floats], header (int32 `updates`
+    bit-cast), padding up to the stride. All index tensors are distinct keys unless said otherwise.
+    """
+
+    dim: int
+    row_floats: int
+    optimizer: SparseOptimizer
+    tables: Sequence[TableSpec]
+    table_hashes: Tensor
+    """int64 [T], the name's hash that (table, key) hashing starts from."""
+
+    def retrieve(self, keys: Tensor, tables: Tensor, counts: Tensor, batch: int) -> Retrieval:
+        """Find or insert distinct (key, table) pairs; metadata: last_used = batch, frequency += counts int64 [U]."""
+        ...
+
+    def undo(self, retrieval: Retrieval) -> None: ...
+
+    def find_handles(self, keys: Tensor, tables: Tensor) -> Tensor:
+        """int64 [n] handles, -1 where absent. Changes nothing. Duplicates are fine."""
+        ...
+
+    def gather(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor, index: Tensor | None) -> None:
+        """Whole rows: out[index[j]] (or out[j]) = row of handles[j]; a handle of -1 gives the key's initial row."""
+        ...
+
+    def write_back(self, handles: Tensor, rows: Tensor) -> None:
+        """Embedding, state and `updates` of rows [U, row_floats] into the store; handles of -1 are skipped."""
+        ...
+
+
+class Handle(Protocol):
+    """An exchange under way; owns its tensors until waited for."""
+
+    def wait(self) -> Tensor:
+        """Block until the data is here (or raise CommunicationError); idempotent. Returns the received tensor."""
+        ...
+
+
+class Group(Protocol):
+    """Ranks that exchange tensors for one purpose. Every rank issues the same collectives in the same order."""
+
+    rank: int
+    size: int
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        tag: str,
+        out: Tensor | None = None,
+    ) -> Handle:
+        """Exchange rows (dim 0) of `send` [sum(send_counts), ...]; counts are rows per rank. Never blocks.
+
+        `send` must stay unchanged until waited for; it may be reused afterwards. `out` receives in place:
+        [sum(receive_counts), ...], contiguous. `tag` names the collective (stage, batch, part) in errors and, in
+        memory, matches it.
+        """
+        ...
+
+
+class LookupContext(Protocol):
+    """Who answers a module's lookups: the pipeline during a step, else the module's own exchange."""
+
+    def lookup(self, module: EmbeddingModule, features: Any) -> Any: ...
+
+
+class EmbeddingModule(Protocol):
+    """An nn.Module whose rows live in stores."""
+
+    lookup_context: LookupContext | None
+    """Set by a pipeline (or a probe) while it runs the model; forward asks it first."""
+
+    def row_stores(self) -> Sequence[RowStore]: ...
+
+    def plan_call(self, features: Any) -> LookupCall:
+        """Validate an input and describe the lookup. Pure; raises IndexError/TypeError/ValueError for bad input."""
+        ...
+
+    def zero_output(self, features: Any) -> Any:
+        """What forward returns, filled with zeros that require grad: for capture's probe. Pure."""
+        ...
+
+
+def empty_store_keys() -> StoreKeys:
+    """A call that looks up nothing in a store."""
+    return StoreKeys(
+        keys=torch.empty(0, dtype=torch.int64),
+        tables=torch.empty(0, dtype=torch.int32),
+        bag_offsets=torch.zeros(1, dtype=torch.int64),
+        segment_bags=(0,),
+        segment_modes=(),
+    )
