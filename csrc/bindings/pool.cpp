@@ -1,0 +1,8 @@
+// Lookup and pooling.
+#include "bindings.h"
+
+namespace nestpipe {
+
+void bind_pool(py::module_& module) { static_cast<void>(module); }
+
+}  // namespace nestpipe
