@@ -1,0 +1,206 @@
+"""The schedules: one list of stages, and for each schedule the edges that order them.
+
+A schedule is three switches, turned into stages and edges; no stage function knows which one runs it.
+
+- `prefetch`: retrieval of batch t + 1 overlaps the window of batch t (dual buffers, sync). Without it retrieval t + 1 waits for write-back t.
+- `overlap`: exchanges of micro-batches overlap compute (the frozen window). Without it micro-batches run one after another.
+- `stale`: rows are read before the previous write-back and never synced (a baseline, not exact).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
+
+__all__ = ["EVALUATION", "SCHEDULES", "Schedule", "build_graph", "evaluation_graph"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule allows to overlap."""
+
+    prefetch: bool
+    overlap: bool
+    stale: bool = False
+
+
+SCHEDULES = {
+    "sequential": Schedule(prefetch=False, overlap=False),
+    "dbp": Schedule(prefetch=True, overlap=False),
+    "fwp": Schedule(prefetch=False, overlap=True),
+    "nested": Schedule(prefetch=True, overlap=True),
+    "async": Schedule(prefetch=True, overlap=True, stale=True),
+}
+EVALUATION = "evaluate"
+
+
+def _each(resource: str, *, writes: bool = False, region: Region = Region.ALL) -> Access:
+    return Access(resource, writes, region, "each")
+
+
+def _retrieval_stages(schedule: Schedule) -> list[Stage]:
+    fresh = schedule.prefetch and not schedule.stale
+    buffer = "parity"
+    stages = [
+        Stage("prefetch", "prefetch", "caller", "other", accesses=(
+            write("loader"), write("random"), _each("batch", writes=True)), cost=Cost("loader", "samples")),
+        Stage("route", "route", "retrieval", "lookup", posts=("keys.sizes",), accesses=(
+            _each("batch"), _each("plan", writes=True)), cost=Cost("cpu", "occurrences")),
+        Stage("route_keys", "route_keys", "retrieval", "lookup", lands=("keys.sizes",), posts=("keys.keys",), accesses=(
+            _each("plan"), _each("key_sizes", writes=True)), cost=Cost("network", "key_bytes")),
+        Stage("retrieve", "retrieve", "retrieval", "lookup", lands=("keys.keys",), accesses=(
+            _each("key_sizes"), _each("owner_plan", writes=True), write("store.index"),
+            write("store.rows", Region.NEW)), cost=Cost("dram", "received_keys")),
+        Stage("gather", "gather_fresh" if fresh else "gather_all", "retrieval", "lookup", accesses=(
+            _each("owner_plan"), read("store.rows", Region.FRESH if fresh else Region.BATCH),
+            write("buffer", Region.ALL, buffer)), cost=Cost("dram", "row_bytes")),
+    ]  # fmt: skip
+    if fresh:
+        stages.append(Stage("sync", "sync", "device", "lookup", accesses=(
+            _each("owner_plan"), read("buffer", Region.SHARED, buffer, shift=-1),
+            write("buffer", Region.SHARED, buffer)), cost=Cost("hbm", "shared_row_bytes")))  # fmt: skip
+    return stages
+
+
+def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
+    sent = Region.FIRST if once else Region.USED
+    returned = Region.LAST if once else Region.USED
+    stages = [
+        Stage("send_rows", "send_rows", "exchange", "communication", micro=True, posts=("rows",), accesses=(
+            _each("owner_plan"), read("buffer", sent, "parity")), cost=Cost("network", "row_bytes")),
+        Stage("forward_backward", "forward_backward", "caller", "compute", micro=True, lands=("rows",), accesses=(
+            _each("plan"), write("random"), read("dense.parameters"), write("dense.gradients"),
+            _each("received_rows", writes=True), _each("gradients", writes=True, region=Region.USED),
+            _each("loss", writes=True)), cost=Cost("compute", "samples")),
+        Stage("send_grads", "send_grads", "exchange", "communication", micro=True, posts=("grads",), accesses=(
+            _each("plan"), _each("gradients", writes=True, region=returned)), cost=Cost("network", "row_bytes")),
+        Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
+            _each("owner_plan"), _each("boxes", writes=True, region=returned)), cost=Cost("hbm", "row_bytes")),
+        Stage("reduce_grads", "reduce_grads", "device", "other", accesses=(
+            _each("boxes"), _each("row_gradients", writes=True)), cost=Cost("hbm", "row_bytes")),
+        Stage("dense_scatter", "dense_scatter", "dense", "communication", posts=("dense.slices",), accesses=(
+            read("dense.gradients"),), cost=Cost("network", "dense_bytes")),
+        Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
+              accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
+        Stage("commit", "commit", "exchange", "communication", posts=("control",), accesses=(
+            _each("row_gradients"), _each("dense_slice"), _each("loss")), cost=Cost("network", "latency")),
+        Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
+            _each("verdict", writes=True), write("step_count"))),
+        Stage("dense_step", "dense_step", "caller", "compute", lands=("dense.gather",), accesses=(
+            _each("verdict"), write("dense.gradients"), write("dense.parameters")), cost=Cost("compute", "dense_bytes")),
+    ]  # fmt: skip
+    if schedule.stale:
+        stages.append(Stage("refresh", "gather_all", "device", "other", accesses=(
+            _each("verdict"), _each("owner_plan"), read("store.rows", Region.BATCH),
+            write("buffer", Region.ALL, "parity")), cost=Cost("dram", "row_bytes")))  # fmt: skip
+    stages += [
+        Stage("update", "update", "device", "other", accesses=(
+            _each("verdict"), _each("row_gradients"), write("buffer", Region.BATCH, "parity")),
+            cost=Cost("hbm", "row_bytes")),
+        Stage("write_back", "write_back", "write_back", "lookup", accesses=(
+            _each("owner_plan"), read("buffer", Region.BATCH, "parity"), write("store.rows", Region.BATCH)),
+            cost=Cost("dram", "row_bytes")),
+    ]  # fmt: skip
+    return stages
+
+
+def _retrieval_edges(schedule: Schedule) -> list[Edge]:
+    ahead = 1 if schedule.prefetch else 0
+    edges = [
+        Edge("prefetch", "route", "the batch"),
+        Edge("prefetch", "prefetch", "loader and random generators: one order in every schedule", 1),
+        Edge("route", "route_keys", "sizes", across=True),
+        Edge("route_keys", "retrieve", "keys", across=True),
+        Edge("retrieve", "gather", "handles"),
+    ]
+    if not schedule.prefetch:
+        edges.append(Edge("write_back", "route", "every row is read after the previous write-back", 1))
+        return edges
+    edges += [
+        Edge("retrieve", "retrieve", "index and metadata", 1),
+        Edge("write_back", "retrieve", "handles may be recycled, rows read", 1 + ahead),
+    ]
+    if schedule.stale:
+        return [
+            *edges,
+            Edge("gather", "write_back", "exactly one step stale", -1),
+            Edge("verdict", "refresh", "gradients apply to the rows as they are now"),
+            Edge("write_back", "refresh", "rows as of the batch before", 1),
+        ]
+    return [
+        *edges,
+        Edge("sync", "gather", "gather refills the buffer that sync reads", 1),
+        Edge("gather", "sync", "the buffer exists and its other rows are in"),
+        Edge("update", "sync", "rows of the batch before are final", 1),
+        Edge("write_back", "write_back", "rows of both batches", 1),
+    ]
+
+
+def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
+    ready = "sync" if schedule.prefetch and not schedule.stale else "gather"
+    edges = [
+        Edge(ready, "send_rows", "the rows"),
+        Edge("send_rows", "forward_backward", "the rows", micro=Micro.EACH, across=True),
+        Edge("forward_backward", "send_grads", "the gradients", micro=Micro.EACH),
+        Edge("send_grads", "recv_grads", "the gradients", micro=Micro.EACH, across=True),
+        Edge("prefetch", "forward_backward", "random generators", -1, Micro.FIRST),
+        Edge("forward_backward", "prefetch", "random generators", 2, Micro.LAST),
+        Edge("dense_step", "forward_backward", "dense parameters", 1, Micro.FIRST),
+        Edge("forward_backward", "dense_scatter", "dense gradients", micro=Micro.LAST),
+        Edge("dense_scatter", "dense_sum", "slices", across=True),
+        Edge("dense_sum", "commit", "finite or not"),
+        Edge("reduce_grads", "commit", "finite or not"),
+        Edge("commit", "verdict", "flags of all ranks", across=True),
+        Edge("verdict", "dense_step", "the verdict"),
+        Edge("refresh" if schedule.stale else "verdict", "update", "the verdict"),
+        Edge("update", "write_back", "updated rows"),
+    ]
+    if not schedule.overlap:
+        edges.append(Edge("recv_grads", "send_rows", "one micro-batch after another", micro=Micro.NEXT, policy=True))
+        edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=Micro.LAST))
+    elif once:
+        edges.append(Edge("forward_backward", "forward_backward", "sum order", micro=Micro.NEXT))
+        edges.append(Edge("recv_grads", "reduce_grads", "all gradients"))
+    else:
+        edges.append(Edge("send_grads", "forward_backward", "accumulators are free again", micro=Micro.NEXT))
+        edges.append(Edge("recv_grads", "recv_grads", "sum order", micro=Micro.NEXT))
+        edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=Micro.LAST))
+    return edges
+
+
+def build_graph(name: str, row_transfer: str = "once") -> Graph:
+    """The stage graph of a schedule; `row_transfer` as in PipelineConfig. Raises ValueError for unknown names."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+    schedule, once = SCHEDULES[name], row_transfer == "once"
+    stages = _retrieval_stages(schedule) + _window_stages(schedule, once)
+    edges = _retrieval_edges(schedule) + _window_edges(schedule, once)
+    return Graph(name, tuple(stages), tuple(edges))
+
+
+def evaluation_graph() -> Graph:
+    """Forward only, one batch after another; finds rows and inserts none."""
+    stages = (
+        *(s for s in _retrieval_stages(SCHEDULES["sequential"]) if s.name in ("prefetch", "route", "route_keys")),
+        Stage("retrieve", "find", "retrieval", "lookup", lands=("keys.keys",), accesses=(
+            _each("key_sizes"), _each("owner_plan", writes=True), read("store.index"))),
+        Stage("gather", "gather_all", "retrieval", "lookup", accesses=(
+            _each("owner_plan"), read("store.rows"), write("buffer", Region.ALL, "parity"))),
+        Stage("send_rows", "send_rows", "exchange", "communication", micro=True, posts=("rows",), accesses=(
+            _each("owner_plan"), read("buffer", Region.FIRST, "parity"))),
+        Stage("forward", "forward", "caller", "compute", micro=True, lands=("rows",), accesses=(
+            _each("plan"), write("random"), read("dense.parameters"), _each("received_rows", writes=True),
+            _each("loss", writes=True))),
+    )  # fmt: skip
+    edges = (
+        Edge("prefetch", "route", "the batch"),
+        Edge("route", "route_keys", "sizes", across=True),
+        Edge("route_keys", "retrieve", "keys", across=True),
+        Edge("retrieve", "gather", "handles"),
+        Edge("gather", "send_rows", "the rows"),
+        Edge("send_rows", "forward", "the rows", micro=Micro.EACH, across=True),
+        Edge("forward", "forward", "random generators", micro=Micro.NEXT),
+        Edge("forward", "prefetch", "one batch after another", 1, Micro.LAST),
+    )
+    return Graph(EVALUATION, stages, edges)

@@ -1,0 +1,141 @@
+"""Checks a stage graph: conflicting accesses need a path, every edge needs a reason, collectives need one order.
+
+Three rules, all on the graph unrolled over a few batches (hazards reach at most two batches far):
+1. two nodes with conflicting accesses have a path between them;
+2. no edge is implied by the others, and without it some conflicting pair would lose its path (policy edges excepted from the latter);
+3. a node that lands a collective has a path from the node that posts it, and each purpose is posted from one lane.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+
+from ..errors import GraphError
+from .graph import Access, Graph, Node, Region, Unrolled
+
+__all__ = ["conflicts_without_path", "disjoint", "redundant_edges", "unjustified_edges", "validate"]
+
+_BATCHES = 5
+_MICRO_BATCHES = 3
+
+
+def disjoint(a: Access, na: Node, b: Access, nb: Node) -> bool:
+    """Whether two accesses to one resource instance can never touch the same row."""
+    if na.batch > nb.batch:
+        a, na, b, nb = b, nb, a, na
+    same, pair = na.batch == nb.batch, {a.region, b.region}
+    if same and pair == {Region.FRESH, Region.SHARED}:
+        return True
+    if nb.batch == na.batch + 1:
+        if b.region is Region.FRESH and a.region in (Region.BATCH, Region.SHARED, Region.FRESH):
+            return True
+        if b.region is Region.NEW and a.region in (Region.BATCH, Region.SHARED, Region.FRESH):
+            return True
+    if same and a.region is b.region and a.region in (Region.FIRST, Region.LAST):
+        return na.micro != nb.micro
+    if same and pair == {Region.LAST, Region.USED}:
+        last, used = (na, nb) if a.region is Region.LAST else (nb, na)
+        return used.micro > last.micro
+    return False
+
+
+def _reachable(unrolled: Unrolled, skip: str = "") -> dict[Node, int]:
+    """For every node the bit set of nodes it reaches (bit = index in unrolled.nodes)."""
+    index = {n: k for k, n in enumerate(unrolled.nodes)}
+    after: dict[Node, list[Node]] = defaultdict(list)
+    for label, instances in unrolled.edges.items():
+        if label != skip:
+            for a, b in instances:
+                after[a].append(b)
+    reach: dict[Node, int] = {}
+    for node in reversed(unrolled.nodes):
+        bits = 0
+        for b in after[node]:
+            bits |= reach[b] | 1 << index[b]
+        reach[node] = bits
+    return reach
+
+
+def _conflicting_pairs(unrolled: Unrolled) -> list[tuple[Node, Node, str]]:
+    by_instance: dict[tuple[str, int], list[tuple[Node, Access]]] = defaultdict(list)
+    for node in unrolled.nodes:
+        for access in unrolled.graph.by_name[node.stage].accesses:
+            by_instance[access.instance(node.batch)].append((node, access))
+    pairs = []
+    for (resource, _), users in by_instance.items():
+        for (na, a), (nb, b) in combinations(users, 2):
+            if na != nb and (a.writes or b.writes) and not disjoint(a, na, b, nb):
+                pairs.append((na, nb, resource))
+    return pairs
+
+
+def _unordered(unrolled: Unrolled, skip: str = "") -> list[tuple[Node, Node, str]]:
+    index = {n: k for k, n in enumerate(unrolled.nodes)}
+    reach = _reachable(unrolled, skip)
+    return [
+        (a, b, resource)
+        for a, b, resource in _conflicting_pairs(unrolled)
+        if not (reach[a] >> index[b] & 1 or reach[b] >> index[a] & 1)
+    ]
+
+
+def conflicts_without_path(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
+    """Descriptions of conflicting accesses that no path orders."""
+    unrolled = Unrolled(graph, _BATCHES, micro_batches)
+    return [f"{a} and {b} both use {resource} and no path orders them" for a, b, resource in _unordered(unrolled)]
+
+
+def redundant_edges(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
+    """Labels of edges that the other edges imply."""
+    unrolled = Unrolled(graph, _BATCHES, micro_batches)
+    index = {n: k for k, n in enumerate(unrolled.nodes)}
+    found = []
+    for label, instances in unrolled.edges.items():
+        reach = _reachable(unrolled, label)
+        if instances and all(reach[a] >> index[b] & 1 for a, b in instances):
+            found.append(label)
+    return found
+
+
+def unjustified_edges(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
+    """Labels of edges that are no policy and whose removal leaves every conflict ordered."""
+    unrolled = Unrolled(graph, _BATCHES, micro_batches)
+    return [e.label for e in graph.edges if not e.policy and not _unordered(unrolled, e.label)]
+
+
+def _collective_faults(graph: Graph) -> list[str]:
+    faults = []
+    lanes: dict[str, set[str]] = defaultdict(set)
+    poster: dict[str, str] = {}
+    for stage in graph.stages:
+        for purpose in stage.posts:
+            lanes[purpose.split(".")[0]].add(stage.lane)
+            poster[purpose] = stage.name
+    for purpose, used in lanes.items():
+        if len(used) > 1:
+            faults.append(f"collectives for {purpose} are posted from several lanes ({', '.join(sorted(used))})")
+    unrolled = Unrolled(graph, 2, _MICRO_BATCHES)
+    index = {n: k for k, n in enumerate(unrolled.nodes)}
+    reach = _reachable(unrolled)
+    for node in unrolled.nodes:
+        for purpose in graph.by_name[node.stage].lands:
+            post = poster.get(purpose)
+            if post is None:
+                faults.append(f"{node.stage} waits for {purpose}, which nothing posts")
+                continue
+            micro = node.micro if graph.by_name[post].micro else 0
+            source = Node(post, node.batch, micro)
+            if not reach[source] >> index[node] & 1:
+                faults.append(f"{node} waits for {purpose} without a path from {source}")
+    return faults
+
+
+def validate(graph: Graph) -> None:
+    """Raise GraphError that lists everything wrong with a graph."""
+    problems = conflicts_without_path(graph)
+    problems += [f"edge {label} is redundant: the other edges imply it" for label in redundant_edges(graph)]
+    problems += [f"edge {label} orders nothing that conflicts" for label in unjustified_edges(graph)]
+    problems += _collective_faults(graph)
+    if problems:
+        raise GraphError(f"graph {graph.name!r}: " + "; ".join(problems))
