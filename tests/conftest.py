@@ -1,0 +1,40 @@
+"""Where tests find real data, and one torch thread per test process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def _from_environment(variable: str, *parts: str) -> Path:
+    """The file that an environment variable leads to; without it the test is skipped, or fails where CI=true."""
+    root = os.environ.get(variable)
+    if root and (path := Path(root, *parts)).is_file():
+        return path
+    reason = f"{variable} is not set" if not root else f"{variable} leads to no file {Path(root, *parts)}"
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(f"real data is required in CI: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def criteo_sample() -> Path:
+    """200 rows of Criteo, CSV with a header (NESTPIPE_TEST_DATA/criteo_sample.txt)."""
+    return _from_environment("NESTPIPE_TEST_DATA", "criteo_sample.txt")
+
+
+@pytest.fixture(scope="session")
+def movielens_sample() -> Path:
+    """200 rows of MovieLens-1M, CSV with a header (NESTPIPE_TEST_DATA/movielens_sample.txt)."""
+    return _from_environment("NESTPIPE_TEST_DATA", "movielens_sample.txt")
+
+
+@pytest.fixture(scope="session")
+def ml100k() -> Path:
+    """The whole of MovieLens-100K in RecBole's format (NESTPIPE_TEST_ML100K names the .inter file)."""
+    return _from_environment("NESTPIPE_TEST_ML100K")
