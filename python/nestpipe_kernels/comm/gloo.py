@@ -1,0 +1,201 @@
+"""GlooCommunicator: exchanges between processes over gloo, one process group per purpose.
+
+Gloo makes progress on its own threads, so a posted exchange runs while the caller computes. Every group has its own
+queue: collectives of one purpose are matched by their order, those of different purposes never wait for each other.
+
+Gloo does not compare sizes between ranks: counts that disagree abort the process or leave garbage. Whoever posts an
+exchange of varying size sends the sizes first, in an exchange of fixed size, and checks them (comm/router).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose
+from nestpipe_kernels.comm.peers import PeerProcesses
+from nestpipe_kernels.errors import CommunicationError
+
+__all__ = ["GlooCommunicator", "GlooGroup", "GlooHandle"]
+
+
+class GlooCommunicator:
+    """One rank's groups over gloo. Making one is collective over `process_group`.
+
+    Args:
+        process_group: a torch.distributed process group, None for the default one. Its backend may be any; the groups
+            made here are gloo groups over the same ranks.
+        timeout_s: limit of every wait, seconds.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        CommunicationError: a peer did not join in time.
+    """
+
+    def __init__(self, process_group: Any = None, timeout_s: float = 300.0) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "comm: torch.distributed is not initialised; call torch.distributed.init_process_group (or "
+                "nestpipe_kernels.launch.init_rank) first"
+            )
+        parent = dist.group.WORLD if process_group is None else process_group
+        self.rank = dist.get_rank(parent)
+        self.size = dist.get_world_size(parent)
+        self.timeout_s = timeout_s
+        self.closed = False
+        ranks = dist.get_process_group_ranks(parent)
+        self._peers: PeerProcesses | None = None
+        self._groups: dict[str, GlooGroup] = {}
+        limit = timedelta(seconds=timeout_s)
+        # Outside the default group only the members take part in making groups, which then get names from their ranks.
+        local = parent is not dist.group.WORLD
+        try:
+            for purpose in PURPOSES:
+                made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=local)
+                self._groups[purpose] = GlooGroup(self, purpose, made)
+            self._peers = PeerProcesses.gather(self._groups["control"].process_group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"comm: rank {self.rank} could not set up its {self.size}-rank groups within {timeout_s:g} s: "
+                f"{first_line(error)}"
+            ) from error
+
+    def group(self, purpose: str) -> GlooGroup:
+        """The group for one of PURPOSES."""
+        check_purpose(purpose)
+        return self._groups[purpose]
+
+    def close(self) -> None:
+        """Destroy this rank's groups: peers that wait for it get CommunicationError. Idempotent; not collective."""
+        if self.closed:
+            return
+        self.closed = True
+        for group in self._groups.values():
+            group.destroy()
+
+    def describe_gone_peers(self) -> str:
+        """Which peers' processes are known to have ended, as the end of a message; best effort."""
+        return "" if self._peers is None else self._peers.describe_gone()
+
+
+class GlooGroup:
+    """One purpose of one rank over gloo."""
+
+    def __init__(self, communicator: GlooCommunicator, purpose: str, process_group: Any) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.process_group = process_group
+        self._communicator = weakref.proxy(communicator)
+        self._timeout_s = communicator.timeout_s
+        self._purpose = purpose
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        tag: str,
+        out: Tensor | None = None,
+    ) -> GlooHandle:
+        """As `types.Group.all_to_all`; matched by the order of calls in this group.
+
+        Raises:
+            ValueError: see `comm.checks.check_all_to_all`.
+            CommunicationError: the group is closed or a peer is already known to be gone.
+        """
+        where = f"{self._purpose} exchange {tag!r}"
+        check_all_to_all(where, self.rank, self.size, send, send_counts, receive_counts, out)
+        if self.process_group is None:
+            raise CommunicationError(f"{where}: this communicator (rank {self.rank}) is closed")
+        rows = send.detach().contiguous()
+        if out is None:
+            out = torch.empty((sum(receive_counts), *rows.shape[1:]), dtype=rows.dtype)
+        start = time.monotonic()
+        try:
+            work = dist.all_to_all_single(
+                out, rows, list(receive_counts), list(send_counts), group=self.process_group, async_op=True
+            )
+        except RuntimeError as error:
+            raise self.failure(tag, time.monotonic() - start, error) from error
+        return GlooHandle(self, tag, work, rows, out)
+
+    def failure(self, tag: str, waited_s: float, error: RuntimeError) -> CommunicationError:
+        """The error for a failed exchange, with what is known about the peers."""
+        try:
+            gone = self._communicator.describe_gone_peers()
+        except ReferenceError:
+            gone = ""
+        return CommunicationError(
+            f"{self._purpose} exchange {tag!r}: rank {self.rank} of {self.size} got no answer after {waited_s:.1f} s "
+            f"(limit {self._timeout_s:g} s){gone}: {first_line(error)}"
+        )
+
+    def destroy(self) -> None:
+        """Leave the group. Idempotent."""
+        process_group, self.process_group = self.process_group, None
+        if process_group is None:
+            return
+        try:
+            dist.destroy_process_group(process_group)
+        except (ValueError, AssertionError, RuntimeError):
+            return  # torch.distributed itself has been shut down, and this group with it
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+
+class GlooHandle:
+    """An exchange under way; keeps both tensors alive until waited for."""
+
+    def __init__(self, group: GlooGroup, tag: str, work: Any, send: Tensor, received: Tensor) -> None:
+        self._group = group
+        self._tag = tag
+        self._work = work
+        self._send: Tensor | None = send
+        self._received = received
+        self._error: CommunicationError | None = None
+        self._start = time.monotonic()
+
+    def ready(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """Block until the rows are here; idempotent, also in failing.
+
+        Args:
+            timeout_s: seconds, None for the communicator's limit. After a time-out the exchange has failed for good.
+
+        Returns:
+            The received rows, [sum(receive_counts), ...], in rank order: `out` if given.
+
+        Raises:
+            CommunicationError: names purpose, tag, this rank, the time and, if known, the peer that is gone.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._work is None:
+            return self._received
+        limit_s = self._group.timeout_s if timeout_s is None else timeout_s
+        try:
+            self._work.wait(timedelta(seconds=max(limit_s, 0.001)))
+        except RuntimeError as error:
+            # Gloo may still use both tensors: they stay referenced by this handle.
+            self._error = self._group.failure(self._tag, time.monotonic() - self._start, error)
+            raise self._error from error
+        self._work = None
+        self._send = None
+        return self._received
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, without the native stack that torch appends."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
