@@ -1,0 +1,69 @@
+"""Nested-pipeline training of recommenders with huge embedding tables; names load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from .config import PipelineConfig
+    from .types import UNBOUNDED, DataType, KeyStatus, PoolingType
+
+__all__ = [
+    "UNBOUNDED",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "EmbeddingStore",
+    "JaggedTensor",
+    "KeyStatus",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "NestedPipeline",
+    "PipelineConfig",
+    "PoolingType",
+    "__version__",
+    "errors",
+    "init",
+    "jagged",
+    "nn",
+    "optim",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "UNBOUNDED": "types",
+    "DataType": "types",
+    "EmbeddingBagCollection": "nn",
+    "EmbeddingBagConfig": "nn",
+    "EmbeddingCollection": "nn",
+    "EmbeddingConfig": "nn",
+    "EmbeddingStore": "store",
+    "JaggedTensor": "jagged",
+    "KeyStatus": "types",
+    "KeyedJaggedTensor": "jagged",
+    "KeyedTensor": "jagged",
+    "NestedPipeline": "pipeline",
+    "PipelineConfig": "config",
+    "PoolingType": "types",
+}
+_SUBMODULES = ("errors", "init", "jagged", "nn", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

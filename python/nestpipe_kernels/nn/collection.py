@@ -1,0 +1,244 @@
+"""What pooled and unpooled collections share: tables in stores or as parameters, inputs, weights, state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe_kernels.nn.configs import TableConfig, check_tables
+from nestpipe_kernels.nn.layout import Layout, make_layout
+from nestpipe_kernels.nn.optimizers import resolve_optimizers
+from nestpipe_kernels.nn.parameter_tables import make_parameter_table
+from nestpipe_kernels.nn.plan import CallInput, check_ids, plan_lookup, read_features
+from nestpipe_kernels.nn.sparse_tables import SparseTables, TableStore, initial_weight
+from nestpipe_kernels.optim import SparseOptimizerGroup
+from nestpipe_kernels.types import LookupCall, LookupContext, RowStore, SparseOptimizer
+
+__all__ = ["Collection", "TableView"]
+
+
+class TableView:
+    """One table of a collection whose rows live in a store; `weight` copies it out."""
+
+    def __init__(self, tables: SparseTables, name: str) -> None:
+        self._tables = tables
+        self._name = name
+
+    @property
+    def weight(self) -> Tensor:
+        """float32 [num_embeddings, dim], a copy. Collective if there are several ranks.
+
+        Raises:
+            TypeError: the vocabulary is open; names the store call to use.
+        """
+        return self._tables.read(self._name)
+
+
+class _TableViews(Mapping[str, TableView]):
+    def __init__(self, tables: SparseTables) -> None:
+        self._tables = tables
+
+    def __getitem__(self, name: str) -> TableView:
+        self._tables.place(name)
+        return TableView(self._tables, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables.layout.places)
+
+    def __len__(self) -> int:
+        return len(self._tables.layout.places)
+
+
+class Collection(nn.Module):
+    """Base of EmbeddingBagCollection and EmbeddingCollection; see there.
+
+    Rows that live in stores are no parameters: `named_parameters()` does not list them, and a dense optimizer or DDP
+    does not see them. `state_dict()` holds the full matrix of every table with a fixed vocabulary (collective if there
+    are several ranks) and raises for an open one.
+    """
+
+    _kind: ClassVar[type[TableConfig]] = TableConfig
+    _pooled: ClassVar[bool] = True
+    _tables_attribute: ClassVar[str] = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device | str | None,
+        optimizer: SparseOptimizer | None,
+        seed: int,
+        process_group: Any,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        check_tables(tables, self._kind, owner)
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"{owner}: seed must be an integer, got {seed!r}")
+        self._device = torch.device("cpu" if device is None else device)
+        if self._device.type != "cpu":
+            raise ValueError(f"{owner}: device {self._device} is not supported; use device='cpu' or leave it out")
+        self._configs = list(tables)
+        self.seed = seed
+        self.process_group = process_group
+        self.lookup_context: LookupContext | None = None
+        optimizers = resolve_optimizers(self._configs, optimizer, owner)
+        self._layout: Layout = make_layout(self._configs, optimizers or [None] * len(self._configs), self._pooled)
+        self._features = self._layout.features
+        self._sparse: SparseTables | None = None
+        views: Any
+        if optimizers is None:
+            views = nn.ModuleDict(
+                {c.name: make_parameter_table(initial_weight(c, seed), c.trainable) for c in self._configs}
+            )
+        else:
+            self._sparse = SparseTables(self._layout, seed, process_group)
+            views = _TableViews(self._sparse)
+        setattr(self, self._tables_attribute, views)
+
+    # ------------------------------------------------------------------------------------------------ accessors
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs are."""
+        return self._device
+
+    @property
+    def sparse_optimizer(self) -> SparseOptimizerGroup:
+        """Learning rates of the tables as torch-like `param_groups`, for schedulers.
+
+        Raises:
+            ValueError: the collection has no optimizer; its tables are parameters.
+        """
+        return self._sparse_tables("sparse_optimizer").optimizer_group
+
+    def store(self, table: str) -> TableStore:
+        """The rows of `table` that this rank owns, by key. Raises KeyError for an unknown table."""
+        return self._sparse_tables("store()").view(table)
+
+    def row_stores(self) -> Sequence[RowStore]:
+        """This rank's stores, one per group of like tables; none where the tables are parameters."""
+        return [] if self._sparse is None else self._sparse.stores
+
+    def learning_rates(self, store_index: int) -> Tensor:
+        """float32 [T]: the current learning rate of each table of a store, times its lr_scale; 0 where frozen."""
+        return self._sparse_tables("learning_rates()").learning_rates(store_index)
+
+    def reset_parameters(self) -> None:
+        """Every table takes its initial values again.
+
+        In stores: all rows are forgotten, with their optimizer states; then init_fn, where given, fills the table anew.
+        """
+        if self._sparse is not None:
+            self._sparse.reset()
+            return
+        with torch.no_grad():
+            for config in self._configs:
+                table = getattr(self, self._tables_attribute)[config.name]
+                table.weight.copy_(initial_weight(config, self.seed))
+
+    # -------------------------------------------------------------------------------------------------- lookups
+
+    def forward(self, features: Any) -> Any:
+        """Look up a KeyedJaggedTensor, ours or TorchRec's.
+
+        Raises:
+            IndexError: an id outside a fixed vocabulary.
+            TypeError: not a KeyedJaggedTensor, or a wrong dtype.
+            ValueError: missing features, lengths that do not fit, weights missing or unexpected.
+        """
+        if self._sparse is None:
+            return self._forward_parameters(features)
+        context = self.lookup_context or self._own_context()
+        return context.lookup(self, features)
+
+    def plan_call(self, features: Any) -> LookupCall:
+        """Check an input and describe its lookup; changes nothing. Raises as forward does."""
+        batch = self._read(features)
+        return plan_lookup(
+            self._layout, batch, self._pooled, type(self).__name__, lambda outputs: self._finish(batch, outputs)
+        )
+
+    def zero_output(self, features: Any) -> Any:
+        """What forward returns, all zeros that require a gradient."""
+        call = self.plan_call(features)
+        return call.finish([torch.zeros(shape, requires_grad=True) for shape in call.output_shapes])
+
+    def _read(self, features: Any) -> CallInput:
+        return read_features(features, self._features, type(self).__name__, self._weighted())
+
+    def _weighted(self) -> bool | None:
+        raise NotImplementedError
+
+    def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def _parameter_outputs(self, batch: CallInput, weights: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def _forward_parameters(self, features: Any) -> Any:
+        batch = self._read(features)
+        check_ids(self._layout, batch, type(self).__name__)
+        tables = getattr(self, self._tables_attribute)
+        weights = {config.name: tables[config.name].weight for config in self._configs}
+        return self._finish(batch, self._parameter_outputs(batch, weights))
+
+    def _own_context(self) -> LookupContext:
+        # stages serve modules without a pipeline, too; loaded when first needed, since most modules run under one.
+        from nestpipe_kernels.stages.eager import eager_context
+
+        return eager_context(self)
+
+    def _sparse_tables(self, what: str) -> SparseTables:
+        if self._sparse is None:
+            raise ValueError(
+                f"{type(self).__name__}: {what} needs an optimizer; this collection was made without one, "
+                "so its tables are ordinary parameters"
+            )
+        return self._sparse
+
+    # ----------------------------------------------------------------------------------------------- state dict
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if self._sparse is None:
+            return
+        for config in self._configs:
+            destination[f"{prefix}{self._tables_attribute}.{config.name}.weight"] = self._sparse.read(config.name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        ours: dict[str, Any] = {}
+        if self._sparse is not None:
+            start = f"{prefix}{self._tables_attribute}."
+            ours = {key: value for key, value in state_dict.items() if key.startswith(start)}
+            state_dict = {key: value for key, value in state_dict.items() if key not in ours}
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if self._sparse is None:
+            return
+        found: dict[str, Tensor] = {}
+        for config in self._configs:
+            key = f"{prefix}{self._tables_attribute}.{config.name}.weight"
+            if key in ours:
+                found[config.name] = ours.pop(key)
+            elif strict:
+                missing_keys.append(key)
+        if strict:
+            unexpected_keys.extend(ours)
+        problems = [problem for name, weight in found.items() for problem in self._sparse.problems(name, weight)]
+        error_msgs.extend(problems)
+        if not problems:
+            for name, weight in found.items():
+                self._sparse.write(name, weight)

@@ -1,0 +1,55 @@
+"""Whole tables with a fixed vocabulary out of all ranks' stores, and the keys of them that this rank owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe_kernels.comm import communicator_for
+from nestpipe_kernels.nn.weights import pieces, read_embeddings
+from nestpipe_kernels.ops.owners import default_slice_owner, owners
+from nestpipe_kernels.types import RowStore
+
+__all__ = ["all_rows", "owned_keys"]
+
+
+def owned_keys(store: RowStore, table: int, num_embeddings: int, process_group: Any) -> Tensor:
+    """int64 [m]: the ids of a fixed vocabulary that this rank owns, ascending."""
+    communicator = communicator_for(process_group)
+    keys = torch.arange(num_embeddings)
+    if communicator.size == 1:
+        return keys
+    return keys[_owners(store, table, keys, communicator.size) == communicator.rank]
+
+
+def all_rows(store: RowStore, table: int, num_embeddings: int, process_group: Any) -> Tensor:
+    """float32 [num_embeddings, dim]: every id's embedding, from the rank that owns it.
+
+    Collective over `process_group` if it has several ranks: all of them must ask for the same tables in the same order.
+    """
+    communicator = communicator_for(process_group)
+    if communicator.size == 1:
+        return read_embeddings(store, table, torch.arange(num_embeddings))
+    group = communicator.group("control")
+    weight = torch.empty(num_embeddings, store.dim)
+    for start, stop in pieces(num_embeddings):
+        keys = torch.arange(start, stop)
+        owner = _owners(store, table, keys, communicator.size)
+        by_rank = torch.argsort(owner, stable=True)
+        per_rank = torch.bincount(owner, minlength=communicator.size).tolist()
+        mine = read_embeddings(store, table, keys[owner == communicator.rank])
+        handle = group.all_to_all(
+            mine.repeat(communicator.size, 1),
+            [mine.size(0)] * communicator.size,
+            per_rank,
+            f"weight of table {store.tables[table].name!r}, ids from {start}",
+        )
+        weight[keys[by_rank]] = handle.wait()
+    return weight
+
+
+def _owners(store: RowStore, table: int, keys: Tensor, world_size: int) -> Tensor:
+    tables = torch.full((keys.numel(),), table, dtype=torch.int32)
+    return owners(keys, tables, store.table_hashes, default_slice_owner(world_size)).to(torch.int64)

@@ -1,0 +1,175 @@
+"""The tables of a collection whose rows live in stores: construction, whole-table reads and writes, learning rates."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe_kernels.nn.configs import TableConfig
+from nestpipe_kernels.nn.layout import Layout
+from nestpipe_kernels.nn.optimizers import initial_values
+from nestpipe_kernels.nn.sharding import all_rows, owned_keys
+from nestpipe_kernels.nn.weights import read_embeddings, write_embeddings
+from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
+from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.types import TableSpec
+
+__all__ = ["SparseTables", "TableStore", "initial_weight"]
+
+
+def initial_weight(config: TableConfig, seed: int) -> Tensor:
+    """float32 [num_embeddings, dim]: what a table with a fixed vocabulary starts from, alike on all ranks.
+
+    Raises:
+        ValueError: init_fn returned a tensor of another shape.
+    """
+    shape = (config.num_embeddings, config.embedding_dim)
+    if config.init_fn is None:
+        # A store without rows reads initial values.
+        spec = TableSpec(config.name, config.num_embeddings, initial_values(config), seed)
+        store = EmbeddingStore(tables=[spec], dim=config.embedding_dim, optimizer=SGD())
+        weight = read_embeddings(store, 0, torch.arange(config.num_embeddings))
+    else:
+        digest = hashlib.blake2b(f"{seed}:{config.name}".encode(), digest_size=8).digest()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            weight = torch.empty(shape)
+            returned = config.init_fn(weight)
+        if returned is not None and returned is not weight:
+            if tuple(returned.shape) != shape:
+                raise ValueError(
+                    f"table {config.name!r}: init_fn returned shape {list(returned.shape)}, expected {list(shape)}"
+                )
+            weight = returned.detach().to(torch.float32)
+    if config.padding_key is not None:
+        weight[config.padding_key] = 0.0
+    return weight
+
+
+class TableStore:
+    """One table's rows on this rank, by key; the store itself holds the tables of a group."""
+
+    def __init__(self, store: EmbeddingStore, table: int) -> None:
+        self.store = store
+        self.table = table
+
+    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings float32 [n, dim] and status uint8 [n] (KeyStatus) of keys int64 [n]. Inserts nothing.
+
+        A key without a row reads its initial value.
+        """
+        return self.store.find(keys, torch.full((keys.numel(),), self.table, dtype=torch.int32))
+
+
+class SparseTables:
+    """Stores, learning rates and whole-table access of one collection."""
+
+    def __init__(self, layout: Layout, seed: int, process_group: Any) -> None:
+        self.layout = layout
+        self._seed = seed
+        self._process_group = process_group
+        self._configs = {config.name: config for group in layout.stores for config in group.tables}
+        self.stores: list[EmbeddingStore] = []
+        for group in layout.stores:
+            assert group.optimizer is not None
+            specs = [
+                TableSpec(
+                    name=config.name,
+                    num_embeddings=config.num_embeddings,
+                    init=initial_values(config),
+                    seed=seed,
+                    capacity=config.capacity,
+                    lr_scale=config.lr_scale,
+                    trainable=config.trainable,
+                )
+                for config in group.tables
+            ]
+            self.stores.append(EmbeddingStore(tables=specs, dim=group.dim, optimizer=group.optimizer))
+        self.optimizer_group = SparseOptimizerGroup(
+            (config.name, config_optimizer, config.lr_scale) for config, config_optimizer in layout.optimizers
+        )
+        self._fill()
+
+    def place(self, name: str) -> tuple[int, int]:
+        """(store, index within the store) of a table. Raises KeyError naming the tables there are."""
+        if name not in self.layout.places:
+            raise KeyError(f"no table {name!r}; there are {sorted(self.layout.places)}")
+        return self.layout.places[name]
+
+    def view(self, name: str) -> TableStore:
+        """The table's rows by key."""
+        store, table = self.place(name)
+        return TableStore(self.stores[store], table)
+
+    def learning_rates(self, store_index: int) -> Tensor:
+        """float32 [T]: current rate times lr_scale; 0 for a frozen table."""
+        return torch.tensor(
+            [
+                self.optimizer_group.current_lr(spec.name) if spec.trainable else 0.0
+                for spec in self.stores[store_index].tables
+            ],
+            dtype=torch.float32,
+        )
+
+    def read(self, name: str) -> Tensor:
+        """float32 [num_embeddings, dim], from all ranks (collective). Raises TypeError for an open vocabulary."""
+        config = self._fixed(name, "weight and state_dict do")
+        store, table = self.place(name)
+        weight = all_rows(self.stores[store], table, config.num_embeddings, self._process_group)
+        if config.padding_key is not None:
+            weight[config.padding_key] = 0.0
+        return weight
+
+    def problems(self, name: str, weight: object) -> list[str]:
+        """Why `weight` cannot be loaded into the table; empty if it can."""
+        config = self._configs[name]
+        if config.is_open:
+            return [f"table {name!r} has an open vocabulary and takes no weight matrix; {_remedy(name)}"]
+        shape = [config.num_embeddings, config.embedding_dim]
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            return [f"table {name!r}: expected a floating-point weight {shape}, got {_kind_of(weight)}"]
+        if list(weight.shape) != shape:
+            return [f"table {name!r}: expected a weight of shape {shape}, got {list(weight.shape)}"]
+        if config.padding_key is not None and bool(weight[config.padding_key].count_nonzero()):
+            return [
+                f"table {name!r}: row {config.padding_key} is the padding row, which always reads zeros, but the "
+                "loaded weight has other values there; zero them, or leave padding_idx out"
+            ]
+        return []
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Make the rows that this rank owns those of `weight`; optimizer states stay. Changes nothing elsewhere."""
+        config = self._configs[name]
+        store, table = self.place(name)
+        keys = owned_keys(self.stores[store], table, config.num_embeddings, self._process_group)
+        if config.padding_key is not None:
+            keys = keys[keys != config.padding_key]
+        write_embeddings(self.stores[store], table, keys, weight.detach()[keys].to(torch.float32))
+
+    def reset(self) -> None:
+        """Forget every row; fill tables that have an init_fn anew."""
+        for store in self.stores:
+            store.clear()
+        self._fill()
+
+    def _fill(self) -> None:
+        for name, config in self._configs.items():
+            if config.init_fn is not None:
+                self.write(name, initial_weight(config, self._seed))
+
+    def _fixed(self, name: str, what: str) -> TableConfig:
+        config = self._configs[name]
+        if config.is_open:
+            raise TypeError(f"table {name!r} has an open vocabulary, for which {what} not exist; {_remedy(name)}")
+        return config
+
+
+def _remedy(name: str) -> str:
+    return f"read rows with .store({name!r}).find(keys)"
+
+
+def _kind_of(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,74 @@
+"""Reads and writes the embeddings of one table by key, through the RowStore protocol, in bounded pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.types import KeyStatus, RowStore
+
+__all__ = ["pieces", "read_embeddings", "write_embeddings"]
+
+_PIECE = 65_536
+"""Rows handled at a time: bounds the whole-row copies that reading and writing a large table makes."""
+
+
+def pieces(num_rows: int) -> Iterator[tuple[int, int]]:
+    """Bounds [start, stop) that cover `num_rows`."""
+    for start in range(0, num_rows, _PIECE):
+        yield start, min(start + _PIECE, num_rows)
+
+
+def read_embeddings(store: RowStore, table: int, keys: Tensor) -> Tensor:
+    """float32 [n, dim]: embeddings of `keys` int64 [n]; a key without a row gives its initial value."""
+    out = torch.empty(keys.numel(), store.dim)
+    for start, stop in pieces(keys.numel()):
+        _, rows = _rows_of(store, table, keys[start:stop])
+        out[start:stop] = rows[:, : store.dim]
+    return out
+
+
+def write_embeddings(store: RowStore, table: int, keys: Tensor, values: Tensor) -> None:
+    """Make `values` float32 [n, dim] the embeddings of distinct `keys` int64 [n].
+
+    Optimizer states stay as they are. Keys without a row are inserted, unless the value is their initial one.
+
+    Raises:
+        StoreFullError: the table has no room for a key.
+    """
+    for start, stop in pieces(keys.numel()):
+        _write_piece(store, table, keys[start:stop], values[start:stop])
+
+
+def _write_piece(store: RowStore, table: int, keys: Tensor, values: Tensor) -> None:
+    handles, rows = _rows_of(store, table, keys)
+    same = (rows[:, : store.dim].contiguous().view(torch.int32) == values.contiguous().view(torch.int32)).all(1)
+    absent = ((handles < 0) & ~same).nonzero().squeeze(1)
+    if absent.numel():
+        new_keys = keys[absent]
+        counts = torch.zeros(absent.numel(), dtype=torch.int64)
+        retrieval = store.retrieve(new_keys, torch.full_like(new_keys, table, dtype=torch.int32), counts, 0)
+        refused = retrieval.status == int(KeyStatus.REFUSED)
+        if bool(refused.any()):
+            store.undo(retrieval)
+            spec = store.tables[table]
+            raise StoreFullError(
+                f"table {spec.name!r}: no room for {int(refused.sum())} of {absent.numel()} rows "
+                f"(capacity {spec.capacity}), the first key is {int(new_keys[refused][0])}; raise capacity"
+            )
+        handles[absent] = retrieval.handles
+    rows[:, : store.dim] = values
+    store.write_back(handles, rows)
+
+
+def _rows_of(store: RowStore, table: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Handles int64 [n] and whole rows [n, row_floats] of keys; initial rows where a key has none."""
+    keys = keys.contiguous()
+    tables = torch.full((keys.numel(),), table, dtype=torch.int32)
+    handles = store.find_handles(keys, tables)
+    rows = torch.empty(keys.numel(), store.row_floats)
+    store.gather(handles, keys, tables, rows, None)
+    return handles, rows

@@ -1,0 +1,150 @@
+"""The autograd node of a lookup: pools received rows into a module's outputs and hands their gradients on.
+
+Rows are no autograd leaves: whoever exchanges rows also collects their gradients, through `on_gradient`. An empty
+tensor that requires a gradient anchors the node, so that backward reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from nestpipe_kernels.types import LookupCall, TableSpec
+
+__all__ = ["GradientSink", "run_lookup"]
+
+GradientSink = Callable[[LookupCall, "list[list[Tensor | None]]"], None]
+"""Receives the call and, per store and segment, the gradient of its bags float32 [bags, D]; None: no gradient."""
+
+
+@dataclass
+class _Lookup:
+    """What one call's forward and backward need."""
+
+    call: LookupCall
+    rows: Sequence[Tensor]
+    slots: Sequence[Tensor]
+    on_gradient: GradientSink
+    trainable: list[list[bool]]
+    """Per store and segment."""
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """The outputs, freshly allocated."""
+        outputs = tuple(torch.empty(shape) for shape in self.call.output_shapes)
+        for store, keys in enumerate(self.call.stores):
+            if keys.segment_modes:
+                pool_forward(
+                    self.rows[store],
+                    self.slots[store],
+                    keys.bag_offsets,
+                    keys.segment_bags,
+                    keys.segment_modes,
+                    self._segments(store, outputs),
+                    keys.weights,
+                )
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None], weights_need: bool) -> Tensor | None:
+        """Hands the segments' gradients on; returns that of the weights, if needed."""
+        by_row = [None if grad is None else grad.contiguous() for grad in grads]
+        per_store = [self._segments(store, by_row) for store in range(len(self.call.stores))]
+        weight_grad = self._weight_grad(per_store) if weights_need else None
+        if any(any(flags) for flags in self.trainable):
+            self.on_gradient(
+                self.call,
+                [
+                    [grad if flag else None for grad, flag in zip(segments, flags, strict=True)]
+                    for segments, flags in zip(per_store, self.trainable, strict=True)
+                ],
+            )
+        return weight_grad
+
+    def _segments(self, store: int, matrices: Sequence[Tensor | None]) -> list[Any]:
+        """The parts of `matrices` (outputs, or their gradients) that belong to the store's segments."""
+        keys, dim = self.call.stores[store], self.rows[store].size(1)
+        parts: list[Tensor | None] = []
+        for segment, (output, column) in enumerate(self.call.views[store]):
+            matrix = matrices[output]
+            num_bags = keys.segment_bags[segment + 1] - keys.segment_bags[segment]
+            parts.append(None if matrix is None else matrix[:num_bags, column : column + dim])
+        return parts
+
+    def _weight_grad(self, per_store: Sequence[Sequence[Tensor | None]]) -> Tensor:
+        weights = self.call.weights
+        assert weights is not None
+        total = torch.zeros(weights.shape)
+        for store, keys in enumerate(self.call.stores):
+            positions = self.call.weight_positions[store]
+            if positions is not None and positions.numel():
+                grad = pool_weight_grad(
+                    per_store[store],
+                    self.rows[store],
+                    self.slots[store],
+                    keys.bag_offsets,
+                    keys.segment_bags,
+                    keys.segment_modes,
+                )
+                total.index_add_(0, positions, grad)
+        return total
+
+
+def run_lookup(
+    call: LookupCall,
+    rows_per_store: Sequence[Tensor],
+    slots_per_store: Sequence[Tensor],
+    on_gradient: GradientSink,
+    tables: Sequence[Sequence[TableSpec]] | None = None,
+) -> Any:
+    """Answer a call from rows that are at hand.
+
+    Args:
+        call: what to look up; its outputs are covered by its views.
+        rows_per_store: float32 [U, D] embeddings per store; must not change before backward ends if `call.weights`
+            requires a gradient.
+        slots_per_store: int32 or int64 [n], the row of each occurrence; -1 for padding.
+        on_gradient: called once per backward with the gradients of all segments, unless every table is frozen.
+        tables: per store its tables, for `trainable`; None: all are trainable.
+
+    Returns:
+        `call.finish(outputs)`, outputs float32. They carry a graph where gradients are enabled, and some table is
+        trainable or `call.weights` requires a gradient.
+    """
+    trainable = [_trainable_segments(call, store, tables) for store in range(len(call.stores))]
+    lookup = _Lookup(call, rows_per_store, slots_per_store, on_gradient, trainable)
+    anchor = torch.empty(0, requires_grad=any(any(flags) for flags in trainable))
+    outputs = _LookupFunction.apply(lookup, anchor, call.weights)
+    return call.finish(outputs)
+
+
+class _LookupFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lookup: _Lookup, anchor: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.lookup = lookup
+        ctx.set_materialize_grads(False)
+        return lookup.forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
+        lookup: _Lookup = ctx.lookup  # type: ignore[attr-defined]
+        weights_need: bool = ctx.needs_input_grad[2]  # type: ignore[attr-defined]
+        return None, None, lookup.backward(grads, weights_need)
+
+
+def _trainable_segments(call: LookupCall, store: int, tables: Sequence[Sequence[TableSpec]] | None) -> list[bool]:
+    """Whether each segment's table is trainable; a segment without keys counts as its store's other tables do."""
+    keys = call.stores[store]
+    num_segments = len(keys.segment_modes)
+    if tables is None or all(spec.trainable for spec in tables[store]):
+        return [True] * num_segments
+    if not any(spec.trainable for spec in tables[store]):
+        return [False] * num_segments
+    bounds = keys.bag_offsets[list(keys.segment_bags)].tolist()
+    return [start == stop or tables[store][int(keys.tables[start])].trainable for start, stop in pairwise(bounds)]
