@@ -188,7 +188,7 @@ def test_without_torch_distributed():
         communicator.group("rows").all_to_all(send, [1], [1], "u")
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
         GlooCommunicator()
-    with pytest.raises(TypeError, match="process_group must be None, .* got int"):
+    with pytest.raises(TypeError, match=r"process_group must be None, .* got int"):
         communicator_for(3)
     with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0, got 0"):
         communicator_for(None, 0)
