@@ -20,6 +20,7 @@
 #include <exception>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -67,12 +68,16 @@ class Pool {
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       start_threads(num_helpers);
-      loop->places_left = num_helpers;
-      open_.push_back(loop);
+      try {
+        open_.push_back(loop);
+        loop->places_left = num_helpers;
+      } catch (const std::bad_alloc&) {
+        num_helpers = 0;  // The caller works alone.
+      }
     }
     if (num_helpers == 1) {
       loop_opened_.notify_one();
-    } else {
+    } else if (num_helpers > 1) {
       loop_opened_.notify_all();
     }
     loop->work();

@@ -1,0 +1,95 @@
+// The index of one table: from a key to the number of its row.
+//
+// Layout. 256 shards by bits 40-47 of the key's hash; a shard is an array of buckets of one cache
+// line each: 5 keys, 5 row numbers, `count` used slots (always the first ones) and `passed`. A
+// key's home bucket is the hash's low 32 bits scaled to the array, so arrays may have any length. A
+// key goes to the first bucket from its home on that has room, and each full bucket on the way
+// counts it in `passed`. A search ends at the first bucket that nobody passed.
+//
+// No key is reserved: `count` alone says which slots are used. No tombstones: erasing moves the
+// bucket's last slot into the gap and takes the key out of the `passed` of the buckets between its
+// home and its place. A `passed` that reached its maximum stays there, which costs time on later
+// searches but never an answer.
+//
+// Load is at most 0.8. A full shard moves its entries to an array 1.5 times as long and frees the
+// old one. Shard i's lengths are the series 1.5^(k + i / 256), so the shards of an evenly filled
+// table grow one after another, not in the same call.
+//
+// Concurrency. A method touches the shard of its hash alone: different threads may work on
+// different shards without locks. Searches may run together with searches.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "nestpipe/hash.h"
+#include "nestpipe/memory.h"
+
+namespace nestpipe {
+
+constexpr int kNumShards = 256;
+constexpr std::uint32_t kNoRow = 0xFFFFFFFFu;
+
+class KeyIndex {
+ public:
+  KeyIndex(std::uint64_t table_hash, MemoryAccount* account)
+      : table_hash_(table_hash), account_(account) {}
+
+  std::uint64_t table_hash() const { return table_hash_; }
+  std::uint64_t hash(std::int64_t key) const { return hash_key(table_hash_, key); }
+
+  // `hash` is always this->hash(key).
+  void prefetch(std::uint64_t hash) const {
+    const Shard& shard = shards_[shard_of(hash)];
+    if (shard.num_buckets != 0) __builtin_prefetch(&shard.buckets[home(shard, hash)]);
+  }
+  std::uint32_t find(std::uint64_t hash, std::int64_t key) const;
+  // The row that the key has, or kNoRow after giving it `row`. Throws std::bad_alloc, changing
+  // nothing.
+  std::uint32_t insert(std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  // Gives a key that is present another row.
+  void assign(std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  // The row that the key had, or kNoRow.
+  std::uint32_t erase(std::uint64_t hash, std::int64_t key);
+
+ private:
+  static constexpr int kSlots = 5;
+  static constexpr std::uint16_t kPassedMax = 0xFFFF;
+
+  struct alignas(64) Bucket {
+    std::int64_t keys[kSlots];
+    std::uint32_t rows[kSlots];
+    std::uint16_t passed;
+    std::uint8_t count;
+  };
+  static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
+
+  struct Shard {
+    Bucket* buckets = nullptr;
+    std::uint32_t num_buckets = 0;
+    std::uint32_t num_keys = 0;
+  };
+
+  struct Place {
+    Bucket* bucket;  // nullptr: the key is absent.
+    int slot;
+  };
+
+  static std::uint32_t home(const Shard& shard, std::uint64_t hash) {
+    return static_cast<std::uint32_t>((std::uint64_t{group_of(hash)} * shard.num_buckets) >> 32);
+  }
+  static std::uint32_t next(const Shard& shard, std::uint32_t bucket) {
+    return bucket + 1 == shard.num_buckets ? 0 : bucket + 1;
+  }
+  static Place locate(const Shard& shard, std::uint64_t hash, std::int64_t key);
+  static void place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  void grow(std::uint32_t shard_number);
+
+  std::uint64_t table_hash_;
+  MemoryAccount* account_;
+  std::array<Shard, kNumShards> shards_;
+  std::array<Block, kNumShards> blocks_;
+};
+
+}  // namespace nestpipe

@@ -1,0 +1,55 @@
+// An array of records that grows without moving any: slabs of 2^k times the first one's records.
+//
+// Record r lies in slab k = floor(log2(r / first + 1)), where `first` is the first slab's number of
+// records, a power of two chosen so that it takes about 4 KB. The directory has a fixed size, so an
+// address may be computed while another thread adds slabs.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "nestpipe/memory.h"
+
+namespace nestpipe {
+
+class Slabs {
+ public:
+  Slabs(std::size_t bytes_per_record, MemoryAccount* account)
+      : bytes_per_record_(bytes_per_record), account_(account) {
+    while ((std::size_t{2} << first_log2_) * bytes_per_record <= kFirstSlabBytes) ++first_log2_;
+  }
+
+  // Makes records 0 .. num_records - 1 exist. Throws std::bad_alloc; what exists stays.
+  void reserve(std::uint64_t num_records) {
+    while (capacity() < num_records) {
+      Block slab(account_, (std::size_t{1} << (first_log2_ + num_slabs_)) * bytes_per_record_);
+      bytes_ += slab.bytes();
+      slabs_[num_slabs_++] = std::move(slab);
+    }
+  }
+
+  void* at(std::uint64_t record) const {
+    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
+    const int top = 63 - __builtin_clzll(shifted);
+    const std::uint64_t within = shifted - (std::uint64_t{1} << top);
+    return static_cast<char*>(slabs_[top - first_log2_].data()) + within * bytes_per_record_;
+  }
+
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr std::size_t kFirstSlabBytes = 4096;
+
+  std::uint64_t capacity() const { return ((std::uint64_t{1} << num_slabs_) - 1) << first_log2_; }
+
+  std::size_t bytes_per_record_;
+  MemoryAccount* account_;
+  int first_log2_ = 0;
+  int num_slabs_ = 0;
+  std::size_t bytes_ = 0;
+  std::array<Block, 34>
+      slabs_;  // 2^34 records of the first slab's size: more than 32-bit row numbers reach.
+};
+
+}  // namespace nestpipe

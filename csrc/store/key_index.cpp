@@ -1,0 +1,108 @@
+// Search, insertion, removal and growth of a table's index.
+#include "nestpipe/key_index.h"
+
+#include <cmath>
+#include <new>
+
+namespace nestpipe {
+namespace {
+
+// The next length after `num_buckets` in shard i's series. Lengths decide where entries lie, never
+// what a search returns.
+std::uint64_t longer(std::uint32_t num_buckets, std::uint32_t shard_number) {
+  double length = std::pow(1.5, shard_number / static_cast<double>(kNumShards));
+  while (static_cast<std::uint64_t>(length) <= num_buckets) length *= 1.5;
+  return static_cast<std::uint64_t>(length);
+}
+
+}  // namespace
+
+KeyIndex::Place KeyIndex::locate(const Shard& shard, std::uint64_t hash, std::int64_t key) {
+  if (shard.num_buckets == 0) return {nullptr, 0};
+  std::uint32_t at = home(shard, hash);
+  for (std::uint32_t visited = 0; visited < shard.num_buckets; ++visited) {
+    Bucket& bucket = shard.buckets[at];
+    unsigned equal = 0;
+    for (int slot = 0; slot < kSlots; ++slot) {
+      equal |= static_cast<unsigned>(bucket.keys[slot] == key) << slot;
+    }
+    equal &= (1u << bucket.count) - 1;
+    if (equal != 0) return {&bucket, __builtin_ctz(equal)};
+    if (bucket.passed == 0) break;
+    at = next(shard, at);
+  }
+  return {nullptr, 0};
+}
+
+std::uint32_t KeyIndex::find(std::uint64_t hash, std::int64_t key) const {
+  const Place place = locate(shards_[shard_of(hash)], hash, key);
+  return place.bucket == nullptr ? kNoRow : place.bucket->rows[place.slot];
+}
+
+void KeyIndex::place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row) {
+  std::uint32_t at = home(shard, hash);
+  while (shard.buckets[at].count == kSlots) {
+    Bucket& full = shard.buckets[at];
+    if (full.passed != kPassedMax) ++full.passed;
+    at = next(shard, at);
+  }
+  Bucket& bucket = shard.buckets[at];
+  bucket.keys[bucket.count] = key;
+  bucket.rows[bucket.count] = row;
+  ++bucket.count;
+}
+
+std::uint32_t KeyIndex::insert(std::uint64_t hash, std::int64_t key, std::uint32_t row) {
+  const std::uint32_t shard_number = shard_of(hash);
+  Shard& shard = shards_[shard_number];
+  const Place found = locate(shard, hash, key);
+  if (found.bucket != nullptr) return found.bucket->rows[found.slot];
+  // 4 of 5 slots per bucket are used at most.
+  if (shard.num_keys + std::uint64_t{1} > std::uint64_t{shard.num_buckets} * (kSlots - 1)) {
+    grow(shard_number);
+  }
+  place(shard, hash, key, row);
+  ++shard.num_keys;
+  return kNoRow;
+}
+
+void KeyIndex::assign(std::uint64_t hash, std::int64_t key, std::uint32_t row) {
+  const Place found = locate(shards_[shard_of(hash)], hash, key);
+  found.bucket->rows[found.slot] = row;
+}
+
+std::uint32_t KeyIndex::erase(std::uint64_t hash, std::int64_t key) {
+  Shard& shard = shards_[shard_of(hash)];
+  const Place found = locate(shard, hash, key);
+  if (found.bucket == nullptr) return kNoRow;
+  Bucket& bucket = *found.bucket;
+  const std::uint32_t row = bucket.rows[found.slot];
+  --bucket.count;
+  bucket.keys[found.slot] = bucket.keys[bucket.count];
+  bucket.rows[found.slot] = bucket.rows[bucket.count];
+  --shard.num_keys;
+  for (std::uint32_t at = home(shard, hash); &shard.buckets[at] != &bucket; at = next(shard, at)) {
+    Bucket& between = shard.buckets[at];
+    if (between.passed != kPassedMax) --between.passed;
+  }
+  return row;
+}
+
+void KeyIndex::grow(std::uint32_t shard_number) {
+  Shard& shard = shards_[shard_number];
+  const std::uint64_t num_buckets = longer(shard.num_buckets, shard_number);
+  if (num_buckets > 0xFFFFFFFFull) throw std::bad_alloc();
+  Block block(account_, num_buckets * sizeof(Bucket));
+  const Shard grown{static_cast<Bucket*>(block.data()), static_cast<std::uint32_t>(num_buckets),
+                    shard.num_keys};
+  for (std::uint32_t b = 0; b < shard.num_buckets; ++b) {
+    const Bucket& bucket = shard.buckets[b];
+    for (int slot = 0; slot < bucket.count; ++slot) {
+      place(grown, hash(bucket.keys[slot]), bucket.keys[slot], bucket.rows[slot]);
+    }
+  }
+  shard = grown;
+  blocks_[shard_number] = std::move(block);
+}
+
+}  // namespace nestpipe

@@ -1,0 +1,134 @@
+// Rows and their records by handle: copies in and out, no search.
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "nestpipe/parallel.h"
+#include "nestpipe/store.h"
+
+namespace nestpipe {
+namespace {
+
+constexpr std::int64_t kRowsPerTask = 256;
+constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
+
+template <typename Body>
+void for_each_row(std::int64_t size, const Body& body) {
+  parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t j = begin; j < end; ++j) body(j, end);
+  });
+}
+
+}  // namespace
+
+void EmbeddingStore::check_handles(const std::int64_t* handles, std::int64_t size) const {
+  const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
+  for (std::int64_t j = 0; j < size; ++j) {
+    if (handles[j] >= -1 && handles[j] < num_rows) continue;
+    throw std::out_of_range("store: row handles must be in [-1, " + std::to_string(num_rows) +
+                            "), got " + std::to_string(handles[j]) + " at position " +
+                            std::to_string(j));
+  }
+}
+
+void EmbeddingStore::initial_row(std::int32_t table, std::int64_t key, float* out) const {
+  const TableConfig& config = tables_[table]->config;
+  initial_values(config.init, config.seed, config.hash, key, dim_, out);
+  float* const state = out + dim_;
+  for (std::int64_t i = 0; i < state_floats_; ++i) state[i] = state_init_;
+  // `updates` and padding: the bits of 0.0f are those of int32 0.
+  for (std::int64_t i = dim_ + state_floats_; i < row_floats_; ++i) out[i] = 0.0f;
+}
+
+void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
+                            const std::int64_t* index, float* out, std::int64_t num_out) const {
+  check_tables(in);
+  check_handles(handles, in.size);
+  for (std::int64_t j = 0; j < in.size; ++j) {
+    const std::int64_t to = index == nullptr ? j : index[j];
+    if (to >= 0 && to < num_out) continue;
+    throw std::out_of_range("store: gather to row " + std::to_string(to) + " of a buffer of " +
+                            std::to_string(num_out));
+  }
+  for_each_row(in.size, [&](std::int64_t j, std::int64_t end) {
+    if (j + kAhead < end && handles[j + kAhead] >= 0) __builtin_prefetch(row(handles[j + kAhead]));
+    float* const to = out + (index == nullptr ? j : index[j]) * row_floats_;
+    if (handles[j] >= 0) {
+      std::memcpy(to, row(handles[j]), static_cast<std::size_t>(row_floats_) * sizeof(float));
+    } else {
+      initial_row(in.tables[j], in.keys[j], to);
+    }
+  });
+}
+
+void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, const float* rows) {
+  check_handles(handles, size);
+  const auto bytes = static_cast<std::size_t>(dim_ + state_floats_ + 1) * sizeof(float);
+  for_each_row(size, [&](std::int64_t j, std::int64_t end) {
+    if (j + kAhead < end && handles[j + kAhead] >= 0) {
+      __builtin_prefetch(row(handles[j + kAhead]), 1);
+    }
+    if (handles[j] >= 0) std::memcpy(row(handles[j]), rows + j * row_floats_, bytes);
+  });
+}
+
+void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan& in,
+                                     float* out) const {
+  check_tables(in);
+  check_handles(handles, in.size);
+  for_each_row(in.size, [&](std::int64_t j, std::int64_t end) {
+    if (j + kAhead < end && handles[j + kAhead] >= 0) __builtin_prefetch(row(handles[j + kAhead]));
+    if (handles[j] >= 0) {
+      std::memcpy(out + j * dim_, row(handles[j]), static_cast<std::size_t>(dim_) * sizeof(float));
+    } else {
+      const TableConfig& config = tables_[in.tables[j]]->config;
+      initial_values(config.init, config.seed, config.hash, in.keys[j], dim_, out + j * dim_);
+    }
+  });
+}
+
+void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t size,
+                                      const float* values) {
+  check_handles(handles, size);
+  for_each_row(size, [&](std::int64_t j, std::int64_t) {
+    if (handles[j] < 0) return;
+    std::memcpy(row(handles[j]), values + j * dim_, static_cast<std::size_t>(dim_) * sizeof(float));
+  });
+}
+
+void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t size,
+                                   const MetadataSpan& out) const {
+  check_handles(handles, size);
+  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  for (std::int64_t j = 0; j < size; ++j) {
+    out.last_used[j] = handles[j] < 0 ? -1 : record(handles[j])->last_used;
+    out.frequency[j] = handles[j] < 0 ? 0 : record(handles[j])->frequency;
+  }
+}
+
+void EmbeddingStore::write_metadata(const std::int64_t* handles, std::int64_t size,
+                                    const MetadataSpan& in) {
+  check_handles(handles, size);
+  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  for (std::int64_t j = 0; j < size; ++j) {
+    if (handles[j] < 0) continue;
+    record(handles[j])->last_used = in.last_used[j];
+    record(handles[j])->frequency = in.frequency[j];
+  }
+}
+
+void EmbeddingStore::export_table(std::int64_t table, std::vector<std::int64_t>* keys,
+                                  std::vector<std::int64_t>* handles) const {
+  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  keys->clear();
+  handles->clear();
+  const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
+  for (std::int64_t handle = 0; handle < num_rows; ++handle) {
+    if (record(handle)->table != table) continue;
+    keys->push_back(record(handle)->key);
+    handles->push_back(handle);
+  }
+}
+
+}  // namespace nestpipe

@@ -1,0 +1,7 @@
+"""Row stores: the native table of embedding rows that one process owns."""
+
+from __future__ import annotations
+
+from .embedding_store import EmbeddingStore, RowMetadata
+
+__all__ = ["EmbeddingStore", "RowMetadata"]

@@ -1,0 +1,83 @@
+"""Checks at the boundary of a store: keys, tables, handles and rows, before anything changes or an address is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..types import UNBOUNDED, TableSpec
+
+__all__ = ["check_bounds", "check_spec", "check_tensor", "key_vector"]
+
+
+def key_vector(operation: str, keys: Tensor) -> Tensor:
+    """keys as contiguous int64 [n] on the CPU; int32 is widened.
+
+    Raises:
+        TypeError: not a tensor of int64 or int32. ValueError: not one-dimensional, or on another device.
+    """
+    if not isinstance(keys, Tensor):
+        raise TypeError(f"{operation}: keys must be an int64 tensor, got {type(keys).__name__}: use torch.tensor(keys)")
+    shape = list(keys.shape)
+    if keys.dtype not in (torch.int64, torch.int32):
+        dtype = str(keys.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"{operation}: keys must be int64, got {dtype} (shape {shape}): make ids int64 where they are read "
+            "(floats lose digits of large ids)"
+        )
+    if keys.dim() != 1:
+        raise ValueError(f"{operation}: keys must have shape [n], got {shape}: flatten them with keys.reshape(-1)")
+    if keys.device.type != "cpu":
+        raise ValueError(f"{operation}: keys must be on the CPU, got {keys.device}: use keys.cpu()")
+    return keys.to(torch.int64).contiguous()
+
+
+def check_tensor(operation: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
+    """A contiguous CPU tensor of this dtype and shape (None: any extent), whose address may go to native code."""
+    found = tuple(tensor.shape)
+    right = len(found) == len(shape) and all(want is None or got == want for got, want in zip(found, shape))
+    if tensor.dtype == dtype and right and tensor.is_contiguous() and tensor.device.type == "cpu":
+        return
+    wanted = ", ".join("n" if extent is None else str(extent) for extent in shape)
+    layout = "contiguous" if tensor.is_contiguous() else f"strides {list(tensor.stride())}"
+    error = TypeError if tensor.dtype != dtype else ValueError
+    raise error(
+        f"{operation}: {name} must be a contiguous CPU tensor of {_short(dtype)} [{wanted}], "
+        f"got {_short(tensor.dtype)} {list(found)} on {tensor.device}, {layout}"
+    )
+
+
+def check_bounds(operation: str, keys: Tensor, spec: TableSpec) -> None:
+    """Raises IndexError for the first key of a fixed table outside [0, num_embeddings)."""
+    if spec.num_embeddings == UNBOUNDED or keys.numel() == 0:
+        return
+    low, high = torch.aminmax(keys)
+    if int(low) >= 0 and int(high) < spec.num_embeddings:
+        return
+    position = int(((keys < 0) | (keys >= spec.num_embeddings)).nonzero()[0])
+    raise IndexError(
+        f"{operation}: key {int(keys[position])} at position {position} is outside [0, {spec.num_embeddings}) of table "
+        f"{spec.name!r}: map ids into the range, or make the table open with num_embeddings=UNBOUNDED"
+    )
+
+
+def check_spec(spec: TableSpec) -> None:
+    """Raises ValueError or TypeError for settings of a table that no store can have."""
+    if not isinstance(spec.name, str) or not spec.name:
+        raise ValueError(f"store: a table needs a name, got {spec.name!r}")
+    for field, value in (("num_embeddings", spec.num_embeddings), ("seed", spec.seed), ("capacity", spec.capacity)):
+        if isinstance(value, bool) or not (isinstance(value, int) or (field == "capacity" and value is None)):
+            raise TypeError(f"store: {field} of table {spec.name!r} must be an integer, got {value!r}")
+    if spec.num_embeddings != UNBOUNDED and spec.num_embeddings < 1:
+        raise ValueError(
+            f"store: num_embeddings of table {spec.name!r} must be >= 1 or UNBOUNDED ({UNBOUNDED}), "
+            f"got {spec.num_embeddings}"
+        )
+    if spec.capacity is not None and spec.capacity < 0:
+        raise ValueError(f"store: capacity of table {spec.name!r} must be >= 0 or None, got {spec.capacity}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,351 @@
+"""The store of a group of tables: the protocol that stages use (keys, handles, rows), and calls of a single table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._native import core
+from ..errors import StoreFullError
+from ..init import Initializer, Uniform
+from ..types import UNBOUNDED, KeyStatus, Retrieval, SparseOptimizer, TableSpec
+from .checks import check_bounds, check_spec, check_tensor, key_vector
+
+__all__ = ["EmbeddingStore", "RowMetadata"]
+
+INT64 = torch.int64
+INT32 = torch.int32
+FLOAT32 = torch.float32
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass
+class RowMetadata:
+    """What a store knows about rows beside their values."""
+
+    last_used: Tensor
+    """int64 [n], index of the last batch that retrieved the key; -1: none, or no row."""
+    frequency: Tensor
+    """int64 [n], occurrences retrieved so far; 0 without a row."""
+
+
+@dataclass
+class _Journal:
+    """What undo needs beside handles and status."""
+
+    last_used: Tensor
+    frequency: Tensor
+    undone: bool = False
+
+
+class EmbeddingStore:
+    """Rows of tables with the same dim and optimizer, in native memory; satisfies `types.RowStore`.
+
+    Rows never move and results do not depend on the number of threads. Calls that insert, erase or change metadata
+    exclude each other; rows may be read and written by handle beside them. Calls are synchronous and release the GIL.
+
+    Args:
+        tables: the tables, names distinct; or None, and one table is described by the remaining arguments.
+        dim: floats per embedding, >= 1.
+        optimizer: settings of the row update; they decide how many floats of state a row has.
+        name, num_embeddings, init, seed, capacity: of the only table. `init` None: uniform, +-1/sqrt(dim) for an open
+            table, +-sqrt(1/num_embeddings) for a fixed one. `capacity`: rows of the table in this store at most.
+        memory_limit: bytes the store may allocate, None for as many as there are.
+
+    Raises:
+        TypeError, ValueError: settings that no store can have; the message names table and field.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec] | None = None,
+        *,
+        dim: int,
+        optimizer: SparseOptimizer,
+        name: str | None = None,
+        num_embeddings: int = UNBOUNDED,
+        init: Initializer | None = None,
+        seed: int = 0,
+        capacity: int | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
+        if (tables is None) == (name is None):
+            raise ValueError("store: give either tables, or name (num_embeddings, init, seed, capacity) of one table")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"store: dim must be an integer >= 1, got {dim!r}")
+        if tables is None:
+            assert name is not None
+            tables = [TableSpec(name, num_embeddings, init, seed, capacity)]
+        self.tables: Sequence[TableSpec] = tuple(_with_default_init(spec, dim) for spec in tables)
+        self._table_index = {spec.name: t for t, spec in enumerate(self.tables)}
+        if not self.tables or len(self._table_index) != len(self.tables):
+            raise ValueError(f"store: table names must be distinct, got {[spec.name for spec in self.tables]}")
+        self.dim = dim
+        self.optimizer = optimizer
+        self.state_floats = optimizer.state_floats(dim)
+        state_init = getattr(optimizer, "state_init", None)
+        self._native = core().EmbeddingStore(
+            dim=dim,
+            state_floats=self.state_floats,
+            state_init=float(state_init()) if state_init is not None else 0.0,
+            limit_bytes=SEED_MASK if memory_limit is None else memory_limit,
+            tables=[_native_table(spec) for spec in self.tables],
+        )
+        self.row_floats: int = self._native.row_floats
+        hashes = [core().hash_name(spec.name) for spec in self.tables]
+        self.table_hashes = torch.tensor([h - (1 << 64) if h >> 63 else h for h in hashes], dtype=INT64)
+
+    # ------------------------------------------------------------------------------------------- protocol RowStore
+
+    def retrieve(self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int) -> Retrieval:
+        """Find or insert; a table at its capacity refuses further new keys, in the order given.
+
+        Args:
+            keys: int64 [n]. tables: int32 [n]. Repetitions are inserted once, and found afterwards.
+            counts: int64 [n], added to the rows' frequency; None adds 1 each.
+            batch: becomes the rows' last_used, unless it is -1.
+
+        Raises:
+            MemoryError: the system or `memory_limit` gave out; no key or row has changed.
+        """
+        self._check_keys("retrieve", keys, tables)
+        size = keys.numel()
+        if counts is not None:
+            check_tensor("retrieve", "counts", counts, INT64, (size,))
+        handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
+        journal = _Journal(torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64))
+        self._native.retrieve(
+            keys.data_ptr(),
+            tables.data_ptr(),
+            size,
+            0 if counts is None else counts.data_ptr(),
+            batch,
+            handles.data_ptr(),
+            status.data_ptr(),
+            (journal.last_used.data_ptr(), journal.frequency.data_ptr()),
+        )
+        return Retrieval(handles, status, journal)
+
+    def undo(self, retrieval: Retrieval) -> None:
+        """Take back a retrieval of this store, newest first: its inserted keys go, metadata of the others returns.
+
+        Raises:
+            ValueError: it has been undone before.
+        """
+        journal: _Journal = retrieval.journal
+        if journal.undone:
+            raise ValueError("undo: this retrieval has been undone already")
+        size = retrieval.handles.numel()
+        check_tensor("undo", "handles", retrieval.handles, INT64, (size,))
+        check_tensor("undo", "status", retrieval.status, torch.uint8, (size,))
+        self._native.undo(
+            size,
+            retrieval.handles.data_ptr(),
+            retrieval.status.data_ptr(),
+            (journal.last_used.data_ptr(), journal.frequency.data_ptr()),
+        )
+        journal.undone = True
+
+    def find_handles(self, keys: Tensor, tables: Tensor) -> Tensor:
+        """int64 [n] handles, -1 where absent. Changes nothing; repetitions are fine."""
+        self._check_keys("find_handles", keys, tables)
+        handles = torch.empty(keys.numel(), dtype=INT64)
+        self._native.find(keys.data_ptr(), tables.data_ptr(), keys.numel(), handles.data_ptr())
+        return handles
+
+    def gather(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor, index: Tensor | None) -> None:
+        """Row index[j] (or j) of `out` float32 [m, row_floats] = the row of handles[j]; -1 gives the key's initial row.
+
+        Raises:
+            IndexError: a handle that was never given out, or an index outside `out`.
+        """
+        self._check_keys("gather", keys, tables)
+        check_tensor("gather", "handles", handles, INT64, (keys.numel(),))
+        check_tensor("gather", "out", out, FLOAT32, (None, self.row_floats))
+        if index is not None:
+            check_tensor("gather", "index", index, INT64, (keys.numel(),))
+        self._native.gather(
+            handles.data_ptr(),
+            keys.data_ptr(),
+            tables.data_ptr(),
+            keys.numel(),
+            0 if index is None else index.data_ptr(),
+            (out.data_ptr(), out.shape[0]),
+        )
+
+    def write_back(self, handles: Tensor, rows: Tensor) -> None:
+        """Embedding, state and `updates` of rows float32 [n, row_floats]; handles of -1 are skipped."""
+        check_tensor("write_back", "handles", handles, INT64, (None,))
+        check_tensor("write_back", "rows", rows, FLOAT32, (handles.numel(), self.row_floats))
+        self._native.write_back(handles.data_ptr(), handles.numel(), rows.data_ptr())
+
+    # -------------------------------------------------------------------------------------- rows by handle, further
+
+    def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
+        """float32 [n, dim], a copy; the key's initial value where the handle is -1."""
+        self._check_keys("read_embeddings", keys, tables)
+        check_tensor("read_embeddings", "handles", handles, INT64, (keys.numel(),))
+        out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
+        self._native.read_embeddings(
+            handles.data_ptr(), keys.data_ptr(), tables.data_ptr(), keys.numel(), out.data_ptr()
+        )
+        return out
+
+    def write_embeddings(self, handles: Tensor, values: Tensor) -> None:
+        """Embeddings alone, float32 [n, dim]; handles of -1 are skipped."""
+        check_tensor("write_embeddings", "handles", handles, INT64, (None,))
+        check_tensor("write_embeddings", "values", values, FLOAT32, (handles.numel(), self.dim))
+        self._native.write_embeddings(handles.data_ptr(), handles.numel(), values.data_ptr())
+
+    def read_metadata(self, handles: Tensor) -> RowMetadata:
+        """Metadata of handles int64 [n]; -1 and 0 where the handle is -1."""
+        check_tensor("read_metadata", "handles", handles, INT64, (None,))
+        metadata = RowMetadata(torch.empty_like(handles), torch.empty_like(handles))
+        self._native.read_metadata(
+            handles.data_ptr(), handles.numel(), metadata.last_used.data_ptr(), metadata.frequency.data_ptr()
+        )
+        return metadata
+
+    def write_metadata(self, handles: Tensor, metadata: RowMetadata) -> None:
+        """Replace the metadata of rows, as loading a checkpoint does; handles of -1 are skipped."""
+        check_tensor("write_metadata", "handles", handles, INT64, (None,))
+        check_tensor("write_metadata", "last_used", metadata.last_used, INT64, (handles.numel(),))
+        check_tensor("write_metadata", "frequency", metadata.frequency, INT64, (handles.numel(),))
+        self._native.write_metadata(
+            handles.data_ptr(), handles.numel(), metadata.last_used.data_ptr(), metadata.frequency.data_ptr()
+        )
+
+    def erase_keys(self, keys: Tensor, tables: Tensor) -> Tensor:
+        """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Handles of erased rows become invalid."""
+        self._check_keys("erase_keys", keys, tables)
+        status = torch.empty(keys.numel(), dtype=torch.uint8)
+        self._native.erase(keys.data_ptr(), tables.data_ptr(), keys.numel(), status.data_ptr())
+        return status
+
+    def export_table(self, table: str | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and handles of a table, int64 [size] each, by ascending handle."""
+        keys, handles = self._native.export_table(self._table(table))
+        return _int64_tensor(keys), _int64_tensor(handles)
+
+    # ------------------------------------------------------------------------------------------- a table by itself
+
+    def find(self, keys: Tensor, *, table: str | None = None) -> tuple[Tensor, Tensor]:
+        """Embeddings of keys, without inserting any.
+
+        Args:
+            keys: int64 [n] (int32 is widened), repetitions allowed.
+            table: its name; may be left out where the store has one table.
+
+        Returns:
+            float32 [n, dim] copies (the initial value of an absent key), uint8 [n] status FOUND or ABSENT.
+
+        Raises:
+            TypeError, ValueError: dtype or shape of keys, or the table's name.
+            IndexError: a key outside a fixed table; names table, position and value.
+        """
+        keys, tables = self._public_keys("find", keys, table)
+        handles = self.find_handles(keys, tables)
+        status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
+        return self.read_embeddings(handles, keys, tables), status
+
+    def find_or_insert(self, keys: Tensor, *, table: str | None = None, batch: int = -1) -> tuple[Tensor, Tensor]:
+        """Embeddings of keys, after inserting those that have no row.
+
+        Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used.
+
+        Returns:
+            float32 [n, dim] copies, uint8 [n] status: INSERTED at the first occurrence of a new key, else FOUND.
+
+        Raises:
+            StoreFullError: the table's capacity or the memory does not hold the new keys; nothing has changed.
+            TypeError, ValueError, IndexError: as `find`.
+        """
+        keys, tables = self._public_keys("find_or_insert", keys, table)
+        spec = self.tables[self._table(table)]
+        try:
+            retrieval = self.retrieve(keys, tables, None, batch)
+        except MemoryError as error:
+            raise StoreFullError(
+                f"find_or_insert: no memory for the new ones of {keys.numel()} keys of table {spec.name!r}, which has "
+                f"{self.size(spec.name)} rows: erase keys, or shard over more processes"
+            ) from error
+        refused = int((retrieval.status == KeyStatus.REFUSED.value).sum())
+        if refused:
+            self.undo(retrieval)
+            raise StoreFullError(
+                f"find_or_insert: table {spec.name!r} is full: {refused} of {keys.numel()} keys found no room beside "
+                f"its {self.size(spec.name)} rows (capacity {spec.capacity}); nothing was inserted: raise capacity, "
+                "erase keys, or use retrieve, which reports a status per key"
+            )
+        return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
+
+    def erase(self, keys: Tensor, *, table: str | None = None) -> Tensor:
+        """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Raises as `find`."""
+        return self.erase_keys(*self._public_keys("erase", keys, table))
+
+    def metadata(self, keys: Tensor, *, table: str | None = None) -> RowMetadata:
+        """Metadata of keys int64 [n]. Raises as `find`."""
+        return self.read_metadata(self.find_handles(*self._public_keys("metadata", keys, table)))
+
+    def keys(self, table: str | None = None) -> Tensor:
+        """int64 [size]: the keys that have rows, by ascending handle."""
+        return self.export_table(table)[0]
+
+    def size(self, table: str | None = None) -> int:
+        """Rows of a table."""
+        return int(self._native.size(self._table(table)))
+
+    def __len__(self) -> int:
+        return sum(self.size(spec.name) for spec in self.tables)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated: "index", "slabs" (rows, with room for more), "metadata"."""
+        index, slabs, metadata = self._native.memory()
+        return {"index": index, "slabs": slabs, "metadata": metadata}
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _table(self, name: str | None) -> int:
+        if name is None and len(self.tables) == 1:
+            return 0
+        if name in self._table_index:
+            return self._table_index[name]
+        raise ValueError(f"store: no table {name!r}: name one of {', '.join(self._table_index)}")
+
+    def _public_keys(self, operation: str, keys: Tensor, table: str | None) -> tuple[Tensor, Tensor]:
+        index = self._table(table)
+        keys = key_vector(operation, keys)
+        check_bounds(operation, keys, self.tables[index])
+        return keys, torch.full((keys.numel(),), index, dtype=INT32)
+
+    @staticmethod
+    def _check_keys(operation: str, keys: Tensor, tables: Tensor) -> None:
+        check_tensor(operation, "keys", keys, INT64, (None,))
+        check_tensor(operation, "tables", tables, INT32, (keys.numel(),))
+
+
+def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
+    check_spec(spec)
+    if spec.init is not None:
+        if not hasattr(spec.init, "kind") or not hasattr(spec.init, "parameters"):
+            raise TypeError(
+                f"store: init of table {spec.name!r} must be a Zeros, Constant, Uniform or Normal of "
+                f"nestpipe_kernels.init, got {spec.init!r}"
+            )
+        return spec
+    bound = 1.0 / math.sqrt(dim) if spec.num_embeddings == UNBOUNDED else math.sqrt(1.0 / spec.num_embeddings)
+    return replace(spec, init=Uniform(-bound, bound))
+
+
+def _native_table(spec: TableSpec) -> tuple[str, int, int, float, float, int]:
+    first, second = spec.init.parameters
+    quota = -1 if spec.capacity is None else spec.capacity
+    return (spec.name, spec.seed & SEED_MASK, spec.init.kind, first, second, quota)
+
+
+def _int64_tensor(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=INT64) if data else torch.empty(0, dtype=INT64)
