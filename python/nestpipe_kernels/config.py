@@ -37,6 +37,8 @@ class PipelineConfig:
         row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
             "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
         clustering: "key" reorders samples so that those sharing keys meet; "none" keeps the order.
+        loss_weighting: a micro-batch's loss weighs n_i / n ("mean", losses averaged over samples) or 1 ("sum"); a weight
+            that the model returns replaces it.
         nan_policy: "raise" (nothing changes on any rank) or "skip_row" (only that row is left out, and reported).
         timeout_s: limit of every wait for another rank, seconds.
         sparse_inputs: `batch -> {module: [input per call]}`, for inputs that capture cannot follow.
@@ -50,6 +52,7 @@ class PipelineConfig:
     num_micro_batches: int = 4
     row_transfer: str = "once"
     clustering: str = "key"
+    loss_weighting: str = "mean"
     nan_policy: str = "raise"
     timeout_s: float = 300.0
     sparse_inputs: Callable[[Any], dict[Any, list[Any]]] | None = None
@@ -61,6 +64,7 @@ class PipelineConfig:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
         _one_of("row_transfer", self.row_transfer, ("once", "per_micro_batch"))
         _one_of("clustering", self.clustering, ("key", "none"))
+        _one_of("loss_weighting", self.loss_weighting, ("mean", "sum"))
         _one_of("nan_policy", self.nan_policy, ("raise", "skip_row"))
         for name in ("num_micro_batches", "timeline_steps"):
             value = getattr(self, name)

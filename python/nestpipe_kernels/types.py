@@ -263,6 +263,10 @@ class EmbeddingModule(Protocol):
         """Validate an input and describe the lookup. Pure; raises IndexError/TypeError/ValueError for bad input."""
         ...
 
+    def learning_rates(self, store_index: int) -> Tensor:
+        """float32 [T]: current learning rate of each table of a store, its lr_scale included."""
+        ...
+
     def zero_output(self, features: Any) -> Any:
         """What forward returns, filled with zeros that require grad: for capture's probe. Pure."""
         ...

@@ -1,0 +1,40 @@
+"""Calls the user's model or loss function and reads what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["call_model"]
+
+
+def call_model(
+    model: Any, loss_fn: Callable[[Any, Any], Any] | None, batch: Any
+) -> tuple[Tensor, Any, float | Tensor | None]:
+    """(loss as a 0-dim tensor, output, weight or None). A DDP module runs without its own averaging.
+
+    Raises:
+        TypeError: the model or loss function returns something else than `(loss, output)` or `(loss, output, weight)`.
+    """
+    quiet = model.no_sync() if isinstance(model, torch.nn.parallel.DistributedDataParallel) else nullcontext()
+    with quiet:
+        returned = loss_fn(model, batch) if loss_fn is not None else model(batch)
+    source = "loss_fn" if loss_fn is not None else "the model"
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        raise TypeError(f"{source} must return (loss, output) or (loss, output, weight), got {_describe(returned)}")
+    loss, output = returned[0], returned[1]
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise TypeError(f"{source} must return a floating-point loss tensor first, got {_describe(loss)}")
+    return loss.sum() if loss.dim() else loss, output, returned[2] if len(returned) == 3 else None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} values"
+    return type(value).__name__

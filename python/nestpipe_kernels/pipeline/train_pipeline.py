@@ -1,0 +1,421 @@
+"""NestedPipeline: wraps a model's training step; draws batches, runs the schedule's graph, returns outputs in the caller's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.capture import CapturedInputs, capture_inputs, from_function
+from ..capture.merge import merge_outputs
+from ..capture.modules import embedding_modules, warn_batch_coupled
+from ..comm import Communicator
+from ..config import PipelineConfig, default_threads
+from ..errors import NestPipeError, NonFiniteGradientError, RemoteRankError
+from ..stages.registry import run_stage
+from ..stages.retrieval import gather_all, retrieve, undo_retrieval
+from ..stages.state import BatchState, Failure, RankState, bind_stores
+from ..trace import Timeline
+from .agree import agree
+from .graph import Unrolled
+from .model_call import call_model
+from .scheduler import LaneScheduler
+from .schedules import SCHEDULES, build_graph, evaluation_graph
+from .validate import validate
+
+__all__ = ["NestedPipeline", "Step"]
+
+
+@dataclass
+class Step:
+    """What one batch gave.
+
+    Attributes:
+        index: batches trained before this one (of this pipeline).
+        loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
+        output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without samples.
+        skipped_rows: rows left out because their gradients were not finite (nan_policy="skip_row"), over all ranks.
+    """
+
+    index: int
+    loss: Tensor
+    output: Any
+    skipped_rows: int = 0
+
+
+@dataclass
+class _Parked:
+    """A batch drawn from an iterator that is not the current one."""
+
+    iterator: Iterator[Any]
+    batch: BatchState | None
+    exhausted: bool
+
+
+class NestedPipeline:
+    """Trains a model through the nested pipeline; the result equals `schedule="sequential"` bit for bit.
+
+    Args:
+        model: contains embedding modules of this package that were given an optimizer; its other parameters are dense.
+        dense_optimizer: torch optimizer of the dense parameters, or None.
+        loss_fn: `(model, batch) -> (loss, output)` or `(loss, output, weight)`; None: the model returns `(losses, output)`.
+        config: see PipelineConfig.
+
+    The thread that calls `progress()` is the compute lane: it draws batches, runs the model and the dense optimizer. Not thread-safe.
+
+    Raises:
+        ValueError: no embedding module with an optimizer, modules of different process groups, or ranks that disagree.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        dense_optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        config: PipelineConfig | None = None,
+    ) -> None:
+        self.config = config = config or PipelineConfig()
+        self.model = model
+        modules = {n: m for n, m in embedding_modules(model).items() if m.row_stores()}
+        if not modules:
+            raise ValueError(
+                "NestedPipeline: the model has no embedding module with an optimizer; build "
+                "EmbeddingBagCollection(tables, optimizer=...) or convert the model first"
+            )
+        communicator = _shared_communicator(modules)
+        self._schedule = SCHEDULES[config.schedule]
+        graph = build_graph(config.schedule, config.row_transfer)
+        validate(graph)
+        dense = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        from ..ops.owners import default_slice_owner
+
+        self.rank = RankState(
+            communicator,
+            modules,
+            bind_stores(modules),
+            default_slice_owner(communicator.size),
+            num_micro_batches=config.num_micro_batches,
+            track_use=config.row_transfer == "per_micro_batch",
+            clustering=config.clustering == "key",
+            nan_policy=config.nan_policy,
+            model=model,
+            call_model=lambda m, batch: call_model(m, loss_fn, batch),
+            loss_weighting=config.loss_weighting,
+            dense_optimizer=dense_optimizer,
+            dense_parameters=dense,
+            capture=self._capture,
+            split_batch=config.split_batch,
+        )
+        agree(self.rank, config)
+        warn_batch_coupled(model, config.num_micro_batches)
+        from .._native import core
+
+        core().set_num_threads(config.threads or default_threads())
+        self.timeline = Timeline(config.timeline_steps, communicator.rank)
+        self._scheduler = LaneScheduler(
+            graph, self.rank, config.num_micro_batches, self.timeline, config.timeout_s + 30.0
+        )
+        self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
+        self._next_index = 0
+        self._evaluated = 0
+        self._pending: BatchState | None = None
+        self._needs_retrieval = False
+        self._iterator: Iterator[Any] | None = None
+        self._parked: dict[int, _Parked] = {}
+        self._loss_fn = loss_fn
+        self._inside = False
+        self._closed = False
+        self._broken: BaseException | None = None
+        for module in modules.values():
+            module.before_outside_access = self._pause
+
+    # ------------------------------------------------------------------------------------------ public
+
+    def run(self, loader: Iterable[Any]) -> Iterator[Step]:
+        """Every batch of `loader`, one Step each, until no rank has a batch."""
+        iterator = iter(loader)
+        while True:
+            try:
+                step = self._step(iterator)
+            except StopIteration:
+                return
+            yield step
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train (or, in eval mode, evaluate) the next batch and return the model's output.
+
+        Batches already drawn belong to their iterator: with another iterator they wait for its return.
+
+        Raises:
+            StopIteration: no rank has a batch any more; everything in flight has been trained.
+            NonFiniteGradientError: nan_policy="raise"; nothing changed on any rank, the batch counts as consumed.
+            RemoteRankError: another rank failed in this batch; nothing changed, the batch counts as consumed.
+            CommunicationError: an exchange failed; the pipeline cannot be used any more.
+        """
+        return self._step(dataloader_iter).output
+
+    def add_write_back_hook(self, callback: Callable[[int, str, Tensor], None]) -> None:
+        """`callback(step, table, keys)` after rows of a batch are in this rank's store (int64 keys; write-back lane's thread)."""
+        self.rank.on_write_back.append(callback)
+
+    @property
+    def step_count(self) -> int:
+        """Updates done so far, on all ranks alike."""
+        return self.rank.step_count
+
+    def drain(self) -> None:
+        """Wait until all updates of returned batches are in the stores."""
+        self._check_usable()
+        self._scheduler.drain()
+
+    def close(self) -> None:
+        """Wait for what is in flight, forget batches drawn but not trained, stop the threads. Idempotent."""
+        if self._closed:
+            return
+        try:
+            if self._broken is None:
+                self._pause()
+        finally:
+            self._closed = True
+            self._scheduler.close()
+            for module in self.rank.modules.values():
+                module.before_outside_access = None
+
+    def __enter__(self) -> NestedPipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._broken is None and not isinstance(error, NestPipeError):
+            self._broken = error  # a peer may not reach its next exchange: do not wait for it
+        self.close()
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("this pipeline is closed; build a new NestedPipeline")
+        if self._broken is not None:
+            raise RuntimeError(
+                f"this pipeline stopped after an error and cannot go on: {type(self._broken).__name__}: {self._broken}"
+            ) from self._broken
+
+    def _step(self, iterator: Iterator[Any]) -> Step:
+        self._check_usable()
+        if self._inside:
+            raise RuntimeError("progress() was called from inside the model or loader of the same pipeline")
+        self._inside = True
+        try:
+            if not self.model.training:
+                return self._evaluate(iterator)
+            return self._train(iterator)
+        except (StopIteration, NonFiniteGradientError, RemoteRankError, _BatchFailed) as error:
+            if isinstance(error, _BatchFailed):
+                raise error.error from None
+            raise
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._inside = False
+
+    def _new_batch(self) -> BatchState:
+        index = self._next_index
+        self._next_index += 1
+        return BatchState(index, f"t{index}")
+
+    def _select_iterator(self, iterator: Iterator[Any]) -> None:
+        if iterator is self._iterator:
+            return
+        self._pause()
+        if self._iterator is not None:
+            self._park()
+        parked = self._parked.pop(id(iterator), None)
+        self._iterator = self.rank.iterator = iterator
+        self.rank.exhausted = parked.exhausted if parked else False
+        if parked is not None and parked.batch is not None:
+            self._pending = self._again(parked.batch)
+
+    def _park(self) -> None:
+        """Keep the batch that was drawn ahead, as it was drawn, for when its iterator comes back."""
+        if self._iterator is None:
+            return
+        batch = self._pending
+        self._parked[id(self._iterator)] = _Parked(self._iterator, batch, self.rank.exhausted)
+        if batch is not None:
+            self._next_index = batch.index
+        self._pending, self._needs_retrieval, self._iterator = None, False, None
+        self._scheduler.reset(self._next_index)
+
+    def _again(self, drawn: BatchState) -> BatchState:
+        """A fresh state for a batch that was drawn before; its keys are routed anew."""
+        batch = self._new_batch()
+        batch.raw, batch.size, batch.has_batch = drawn.raw, drawn.size, drawn.has_batch
+        if drawn.failure is not None and drawn.failure.stage == "prefetch":
+            batch.failure = drawn.failure
+        if self._schedule.prefetch:
+            self._scheduler.start_ahead(batch)
+        return batch
+
+    def _draw(self, during: int | None = None) -> BatchState:
+        batch = self._new_batch()
+        self._scheduler.run_caller("prefetch", batch, report_as=during)
+        return batch
+
+    def _train(self, iterator: Iterator[Any]) -> Step:
+        self._select_iterator(iterator)
+        scheduler = self._scheduler
+        if self._pending is None:
+            self._pending = self._draw()
+            if self._schedule.prefetch:
+                scheduler.start_ahead(self._pending)
+        batch = self._pending
+        if self._needs_retrieval:
+            self._needs_retrieval = False
+            retrieve(self.rank, batch, 0)
+            gather_all(self.rank, batch, 0)
+        if not self._schedule.prefetch:
+            scheduler.start_ahead(batch)
+        scheduler.start_window(batch)
+        scheduler.wait_for("route_keys", batch)
+        if batch.ended:
+            self._finish_epoch(batch)
+            raise StopIteration
+        following = self._draw(during=batch.index)
+        if self._schedule.prefetch:
+            following.previous = batch
+            scheduler.start_ahead(following)
+        self._pending = following
+        for micro in range(self.config.num_micro_batches):
+            scheduler.run_caller("forward_backward", batch, micro)
+        scheduler.run_caller("verdict", batch)
+        scheduler.run_caller("dense_step", batch)
+        scheduler.forget_before(batch.index - 2)
+        return self._result(batch)
+
+    def _finish_epoch(self, batch: BatchState) -> None:
+        """No rank has samples: run the remaining nodes (they do nothing) and start over."""
+        self._scheduler.abandon(batch)
+        self._scheduler.drain()
+        self._next_index = batch.index
+        self._pending, self._iterator, self.rank.iterator = None, None, None
+        self.rank.exhausted = False
+        self._scheduler.reset(self._next_index)
+
+    def _result(self, batch: BatchState) -> Step:
+        failure = batch.failure or batch.remote
+        if batch.skipped and failure is not None:
+            raise self._as_error(failure, batch)
+        verdict = batch.verdict
+        assert verdict is not None
+        if not verdict.ok:
+            self._undo(batch)
+            if verdict.failure is not None:
+                raise self._as_error(verdict.failure, batch)
+            raise NonFiniteGradientError(
+                f"batch {batch.index}: {verdict.non_finite} are not finite; nothing was changed on any rank and the batch "
+                "counts as consumed. Look for the source in the model, or use nan_policy='skip_row'"
+            )
+        loss, output = self._merge(batch)
+        return Step(batch.index, loss, output, verdict.skipped_rows)
+
+    def _merge(self, batch: BatchState) -> tuple[Tensor, Any]:
+        if not batch.losses:
+            return torch.zeros(()), None
+        loss = torch.zeros((), dtype=batch.losses[0][1].dtype)
+        for coefficient, value in batch.losses:
+            loss = loss + value * coefficient
+        indices = [m.indices for m in batch.micro if len(m.indices)]
+        weights = [c / batch.divisor for c, _ in batch.losses]
+        return loss / batch.divisor, merge_outputs(batch.outputs, indices, weights)
+
+    def _as_error(self, failure: Failure, batch: BatchState) -> BaseException:
+        if failure.error is not None:
+            return _BatchFailed(failure.error)
+        return RemoteRankError(failure.rank, failure.stage, batch.index, failure.message)
+
+    # ------------------------------------------------------------------------------------ outside access
+
+    def _undo(self, batch: BatchState) -> None:
+        """A batch that does not count: stores as if it had never been retrieved; the next one is retrieved again."""
+        self._pause()
+        undo_retrieval(self.rank, batch)
+
+    def _pause(self) -> None:
+        """Make the stores show the state after the last returned batch: finish its write-back, undo retrieval of the next.
+
+        Local to this rank: the next `progress()` retrieves again without any exchange.
+        """
+        if self._closed or self._broken is not None:
+            return
+        self._scheduler.drain()
+        batch = self._pending
+        if batch is not None and self._schedule.prefetch and not self._needs_retrieval and batch.owner:
+            undo_retrieval(self.rank, batch)
+            self._needs_retrieval = True
+
+    # -------------------------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, iterator: Iterator[Any]) -> Step:
+        """One batch forward, without gradients, inserts or metadata; exact about who has a batch, like training."""
+        self._pause()
+        rank = self.rank
+        parked = self._parked.pop(id(iterator), None)
+        if iterator is self._iterator:
+            self._park()
+            parked = self._parked.pop(id(iterator))
+        batch = BatchState(self._evaluated, f"e{self._evaluated}", training=False)
+        self._evaluated += 1
+        keep = rank.iterator, rank.exhausted
+        rank.iterator, rank.exhausted = iterator, parked.exhausted if parked else False
+        if parked is not None and parked.batch is not None:
+            batch.raw, batch.size, batch.has_batch = parked.batch.raw, parked.batch.size, parked.batch.has_batch
+        try:
+            for node in self._evaluation.nodes:
+                if node.stage == "prefetch" and batch.has_batch:
+                    continue
+                run_stage(self._evaluation.graph.by_name[node.stage].function, rank, batch, node.micro)
+            if rank.exhausted and not batch.ended:
+                self._parked[id(iterator)] = _Parked(iterator, None, True)
+        finally:
+            rank.iterator, rank.exhausted = keep
+        if batch.ended:
+            raise StopIteration
+        failure = batch.failure or batch.remote
+        if failure is not None:
+            raise self._as_error(failure, batch)
+        loss, output = self._merge(batch)
+        return Step(batch.index, loss, output)
+
+    # ------------------------------------------------------------------------------------------ capture
+
+    def _capture(self, batch: Any) -> CapturedInputs:
+        if self.config.sparse_inputs is not None:
+            return from_function(self.config.sparse_inputs, self.rank.modules)
+        return capture_inputs(
+            self.model,
+            self.rank.modules,
+            batch,
+            lambda model, b: call_model(model, self._loss_fn, b),
+            self.config.split_batch,
+        )
+
+
+class _BatchFailed(Exception):
+    """Carries this rank's own exception out of a step without marking the pipeline broken."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _shared_communicator(modules: dict[str, Any]) -> Communicator:
+    found = {id(m.communicator): (name, m.communicator) for name, m in modules.items()}
+    if len(found) > 1:
+        names = ", ".join(repr(name) for name, _ in found.values())
+        raise ValueError(f"NestedPipeline: modules {names} use different process groups; give them the same one")
+    communicator: Communicator = next(iter(found.values()))[1]
+    return communicator

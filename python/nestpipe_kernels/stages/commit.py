@@ -1,0 +1,175 @@
+"""The end of a batch: gradients summed over ranks, the verdict that all ranks share, and the updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.finite_rows import finite_rows
+from ..ops.row_update import row_update
+from ..ops.scatter_rows import scatter_add_rows
+from ..types import RowStore
+from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
+from .state import BatchState, RankState, Verdict
+
+__all__ = ["dense_scatter", "dense_step", "dense_sum", "post_flags", "reduce_grads", "update", "verdict"]
+
+_NAMED_KEYS = 4
+
+
+def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Mean over ranks of the row gradients: sources ascending, each divided by its own divisor, divided by W last."""
+    world = rank.communicator.size
+    with batch.guard(rank.communicator.rank, "reduce_grads"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            total = torch.zeros(len(owner.keys), binding.store.dim)
+            boxes = owner.boxes if owner.boxes is not None else torch.zeros(0, binding.store.dim)
+            start = 0
+            for peer, length in enumerate(owner.per_peer):
+                part = boxes[start : start + length]
+                if batch.divisors and batch.divisors[peer] != 1.0:
+                    part = part / batch.divisors[peer]
+                scatter_add_rows(total, owner.slot[start : start + length], part)
+                start += length
+            owner.row_gradients = total / world if world > 1 else total
+            owner.boxes = None
+            owner.finite = finite_rows(owner.row_gradients)
+
+
+def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:
+    """Elements of the dense message (gradients, then one presence mark each), its slice length, its dtype."""
+    count = sum(p.numel() for _, p in rank.dense_parameters) + len(rank.dense_parameters)
+    wide = any(p.dtype == torch.float64 for _, p in rank.dense_parameters)
+    return count, -(-count // rank.communicator.size), torch.float64 if wide else torch.float32
+
+
+def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
+    """This rank's dense gradients in slices, slice r to rank r."""
+    count, length, dtype = _flat_layout(rank)
+    world = rank.communicator.size
+    flat = torch.zeros(length * world, dtype=dtype)
+    if batch.failure is None:
+        with batch.guard(rank.communicator.rank, "dense_scatter"):
+            _fill_dense(rank, flat)
+            if batch.divisor != 1.0:
+                flat[: count - len(rank.dense_parameters)] /= batch.divisor
+    handle = rank.communicator.group("dense").all_to_all(
+        flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
+    )
+    batch.post("dense.slices", 0, handle)
+
+
+def _fill_dense(rank: RankState, flat: Tensor) -> None:
+    at, mark = 0, sum(p.numel() for _, p in rank.dense_parameters)
+    for k, (name, parameter) in enumerate(rank.dense_parameters):
+        grad = parameter.grad
+        if grad is not None:
+            if grad.is_sparse:
+                raise ValueError(
+                    f"parameter {name!r} has a sparse gradient; a pipeline averages dense gradients only: convert its "
+                    "module with nestpipe_kernels.EmbeddingBagCollection(optimizer=...) or set sparse=False"
+                )
+            flat[at : at + parameter.numel()] = grad.reshape(-1)
+            flat[mark + k] = 1
+        at += parameter.numel()
+
+
+def dense_sum(rank: RankState, batch: BatchState, micro: int) -> None:
+    """This rank's slice summed over ranks ascending and divided by W, then to everybody."""
+    count, length, dtype = _flat_layout(rank)
+    world = rank.communicator.size
+    parts = batch.land("dense.slices").view(world, length)
+    total = torch.zeros(length, dtype=dtype)
+    for part in parts:
+        total += part
+    total /= world
+    batch.dense_slice = total
+    batch.dense_finite = bool(torch.isfinite(total).all())
+    handle = rank.communicator.group("dense").all_to_all(
+        total.repeat(world), [length] * world, [length] * world, f"{batch.tag}/dense_gather"
+    )
+    batch.post("dense.gather", 0, handle)
+
+
+def _name_bad_rows(rank: RankState, batch: BatchState) -> tuple[int, str]:
+    bad, names = 0, []
+    for binding, owner in zip(rank.bindings, batch.owner):
+        if owner.finite is None or bool(owner.finite.all()):
+            continue
+        rows = torch.nonzero(~owner.finite).squeeze(1)
+        bad += len(rows)
+        for row in rows[:_NAMED_KEYS].tolist():
+            table = binding.store.tables[int(owner.tables[row])].name
+            names.append(f"table {table!r} key {int(owner.keys[row])}")
+    return bad, ", ".join(names[:_NAMED_KEYS])
+
+
+def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
+    """This rank's word to everybody: failed or not, and what is not finite."""
+    bad, names = _name_bad_rows(rank, batch)
+    flags = Flags(
+        batch.index, rank.num_micro_batches, batch.has_batch, batch.failure, bad, not batch.dense_finite, names
+    )
+    world = rank.communicator.size
+    message = pack_flags(flags).repeat(world, 1)
+    handle = rank.communicator.group("control").all_to_all(message, [1] * world, [1] * world, f"{batch.tag}/commit")
+    batch.post("control", 0, handle)
+
+
+def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Decide alike on all ranks whether the batch counts; learning rates are read here, on the caller's thread."""
+    words = batch.land("control").view(rank.communicator.size, FIXED_WORDS)
+    expect = Flags(batch.index, rank.num_micro_batches)
+    peers = [unpack_flags(words[p], p, expect) for p in range(rank.communicator.size)]
+    failed = [p for p, flags in enumerate(peers) if flags.failed]
+    if failed:
+        failure = batch.failure if batch.failure is not None else peers[failed[0]].as_failure(failed[0])
+        batch.verdict = Verdict(False, failure=failure)
+        return
+    bad_rows = sum(flags.sparse_bad for flags in peers)
+    dense_bad = any(flags.dense_bad for flags in peers)
+    if (bad_rows or dense_bad) and rank.nan_policy == "raise":
+        names = [flags.text for flags in peers if flags.text]
+        what = ([f"{bad_rows} row gradients ({'; '.join(names)})"] if bad_rows else []) + (
+            ["dense gradients"] if dense_bad else []
+        )
+        batch.verdict = Verdict(False, non_finite=" and ".join(what))
+        return
+    rank.step_count += 1
+    rates = [b.module.learning_rates(b.index) for b in rank.bindings]
+    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, learning_rates=rates)
+
+
+def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Averaged gradients into `.grad`, then the user's optimizer."""
+    message = batch.land("dense.gather")
+    assert batch.verdict is not None
+    if not batch.verdict.ok:
+        return
+    at, mark = 0, sum(p.numel() for _, p in rank.dense_parameters)
+    for k, (_, parameter) in enumerate(rank.dense_parameters):
+        part = message[at : at + parameter.numel()].view(parameter.shape)
+        at += parameter.numel()
+        parameter.grad = part.to(parameter.dtype, copy=True) if bool(message[mark + k] != 0) else None
+    if batch.verdict.dense_ok and rank.dense_optimizer is not None:
+        rank.dense_optimizer.step()
+
+
+def update(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables and rows that are not finite."""
+    assert batch.verdict is not None
+    if not batch.verdict.ok:
+        return
+    for binding, owner, rates in zip(rank.bindings, batch.owner, batch.verdict.learning_rates):
+        assert owner.buffer is not None and owner.row_gradients is not None and owner.finite is not None
+        mask = owner.finite & _trainable(binding.store)[owner.tables.to(torch.int64)]
+        rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
+        row_update(
+            owner.buffer, owner.row_gradients, binding.store.optimizer, batch.verdict.step, rate,
+            None if bool(mask.all()) else mask,
+        )  # fmt: skip
+        owner.row_gradients = None
+
+
+def _trainable(store: RowStore) -> Tensor:
+    return torch.tensor([table.trainable for table in store.tables])

@@ -1,0 +1,111 @@
+"""Small fixed messages: the announcement before keys, the flags of the commit; and rows of several stores in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import CommunicationError
+from .state import Failure
+
+__all__ = ["FIXED_WORDS", "Flags", "join_rows", "pack_flags", "split_rows", "unpack_flags"]
+
+_MAGIC = 0x4E50_0001
+_TEXT_WORDS = 48
+FIXED_WORDS = 8 + _TEXT_WORDS
+
+
+class Flags:
+    """One rank's word about a batch: does it have samples, did it fail, is something not finite."""
+
+    def __init__(
+        self,
+        batch: int,
+        micro_batches: int,
+        has_batch: bool = True,
+        failure: Failure | None = None,
+        sparse_bad: int = 0,
+        dense_bad: bool = False,
+        text: str = "",
+    ) -> None:
+        self.batch = batch
+        self.micro_batches = micro_batches
+        self.has_batch = has_batch
+        self.failed = failure is not None
+        self.sparse_bad = sparse_bad
+        self.dense_bad = dense_bad
+        self.text = f"{failure.stage}\n{failure.message}" if failure is not None else text
+
+    def as_failure(self, rank: int) -> Failure:
+        """The failure that a peer reported."""
+        stage, _, message = self.text.partition("\n")
+        return Failure(rank, stage, message)
+
+
+def pack_flags(flags: Flags, extra: Sequence[int] = ()) -> Tensor:
+    """int64 [FIXED_WORDS + len(extra)]; the text is cut to what fits."""
+    text = flags.text.encode()[: _TEXT_WORDS * 8]
+    padded = text + b"\0" * (_TEXT_WORDS * 8 - len(text))
+    head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.has_batch), int(flags.failed), flags.sparse_bad]
+    words = [*head, int(flags.dense_bad), len(text)]
+    body = torch.frombuffer(bytearray(padded), dtype=torch.int64)
+    return torch.cat([torch.tensor(words, dtype=torch.int64), body, torch.tensor(list(extra), dtype=torch.int64)])
+
+
+def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
+    """Flags of a peer.
+
+    Raises:
+        CommunicationError: the message is damaged, or the peer is at another batch or splits batches otherwise.
+    """
+    head = words[:8].tolist()
+    for what, got, want in (
+        ("message marker", head[0], _MAGIC),
+        ("batch index", head[1], expect.batch),
+        ("num_micro_batches", head[2], expect.micro_batches),
+    ):
+        if got != want:
+            raise CommunicationError(
+                f"rank {rank} sent another {what}: expected {want}, got {got}; all ranks must run the same steps with the "
+                "same settings"
+            )
+    if not 0 <= head[7] <= _TEXT_WORDS * 8 or min(head[3:7]) < 0:
+        raise CommunicationError(f"rank {rank} sent a damaged message: {head}")
+    text = words[8:FIXED_WORDS].numpy().tobytes()[: head[7]].decode(errors="replace")
+    flags = Flags(head[1], head[2], bool(head[3]), None, head[5], bool(head[6]), text)
+    flags.failed = bool(head[4])
+    return flags
+
+
+def join_rows(parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], lead: Tensor | None = None) -> Tensor:
+    """One flat message out of rows of several stores: float32 [sum], by peer, then store; `lead` [W] comes first for each peer."""
+    if len(parts) == 1 and lead is None:
+        return parts[0].reshape(-1)
+    split = [torch.split(part, list(counts)) for part, counts in zip(parts, per_peer)]
+    pieces: list[Tensor] = []
+    for peer in range(len(per_peer[0]) if per_peer else 0 if lead is None else len(lead)):
+        if lead is not None:
+            pieces.append(lead[peer : peer + 1])
+        pieces += [rows[peer].reshape(-1) for rows in split]
+    return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def split_rows(
+    message: Tensor, per_peer: Sequence[Sequence[int]], dims: Sequence[int], lead: bool, world_size: int
+) -> tuple[list[Tensor], list[float]]:
+    """The inverse of join_rows: rows of each store (peers concatenated) and the leading numbers."""
+    if len(dims) == 1 and not lead:
+        return [message.view(-1, dims[0])], []
+    sizes = []
+    for peer in range(world_size):
+        sizes += [1] * lead + [counts[peer] * dim for counts, dim in zip(per_peer, dims)]
+    pieces = torch.split(message, sizes)
+    step = len(dims) + lead
+    leads = [float(pieces[peer * step]) for peer in range(world_size)] if lead else []
+    rows = [
+        torch.cat([pieces[peer * step + lead + s].view(-1, dim) for peer in range(world_size)])
+        for s, dim in enumerate(dims)
+    ]
+    return rows, leads

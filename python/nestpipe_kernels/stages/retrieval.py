@@ -1,0 +1,101 @@
+"""Stage 4 on the owner: find or insert rows, fill the buffer, synchronise it with the batch before; and write rows back."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops.intersect import intersect
+from ..ops.row_sync import row_sync
+from ..types import Retrieval
+from .routing import merge_sources
+from .state import BatchState, RankState
+
+__all__ = ["find", "gather_all", "gather_fresh", "retrieve", "sync", "undo_retrieval", "write_back"]
+
+
+def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Merge the sources' keys and find or insert their rows. Repeatable after `undo_retrieval`."""
+    if not batch.owner:
+        merge_sources(rank, batch)
+    with batch.guard(rank.communicator.rank, "retrieve"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.index)
+
+
+def find(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Merge the sources' keys and look their rows up; inserts nothing and touches no metadata."""
+    if not batch.owner:
+        merge_sources(rank, batch)
+    with batch.guard(rank.communicator.rank, "find"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            handles = binding.store.find_handles(owner.keys, owner.tables)
+            owner.retrieval = Retrieval(handles, torch.empty(0, dtype=torch.uint8), None)
+
+
+def undo_retrieval(rank: RankState, batch: BatchState) -> None:
+    """Take back what `retrieve` did to the stores; batches are undone newest first."""
+    for binding, owner in zip(rank.bindings, batch.owner):
+        if owner.retrieval is not None:
+            binding.store.undo(owner.retrieval)
+            owner.retrieval = None
+
+
+def gather_all(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Every row of the batch from the store into its buffer."""
+    if batch.failure is not None or (batch.verdict is not None and not batch.verdict.ok):
+        return
+    with batch.guard(rank.communicator.rank, "gather"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            assert owner.retrieval is not None
+            owner.buffer = binding.buffer(batch.index % 2, len(owner.keys), rank.poison)
+            binding.store.gather(owner.retrieval.handles, owner.keys, owner.tables, owner.buffer, None)
+
+
+def gather_fresh(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Rows that the batch before does not hold, from the store; the others come with `sync`."""
+    if batch.failure is not None:
+        return
+    before = batch.previous.owner if batch.previous is not None else []
+    with batch.guard(rank.communicator.rank, "gather"):
+        for k, (binding, owner) in enumerate(zip(rank.bindings, batch.owner)):
+            assert owner.retrieval is not None
+            owner.buffer = binding.buffer(batch.index % 2, len(owner.keys), rank.poison)
+            handles, keys, tables = owner.retrieval.handles, owner.keys, owner.tables
+            index = None
+            last = before[k] if before else None
+            if last is not None and last.buffer is not None and last.retrieval is not None:
+                there, here = intersect(last.keys, last.tables, keys, tables)
+                held = (last.retrieval.handles[there] >= 0) & (handles[here] >= 0)
+                owner.shared_before, owner.shared_here = there[held], here[held]
+                fresh = torch.ones(len(keys), dtype=torch.bool)
+                fresh[owner.shared_here] = False
+                index = torch.nonzero(fresh).squeeze(1)
+                handles, keys, tables = handles[index], keys[index], tables[index]
+            binding.store.gather(handles, keys, tables, owner.buffer, index)
+
+
+def sync(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Rows that the batch before holds too, from its buffer, after its update."""
+    previous, batch.previous = batch.previous, None
+    if batch.failure is not None or previous is None:
+        return
+    with batch.guard(rank.communicator.rank, "sync"):
+        for owner, last in zip(batch.owner, previous.owner):
+            if owner.shared_here is not None and owner.shared_before is not None:
+                assert owner.buffer is not None and last.buffer is not None
+                row_sync(last.buffer, owner.buffer, owner.shared_before, owner.shared_here)
+
+
+def write_back(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Updated rows into the store, by handle; then the hooks hear which keys are there."""
+    if batch.verdict is None or not batch.verdict.ok:
+        return
+    for binding, owner in zip(rank.bindings, batch.owner):
+        assert owner.retrieval is not None and owner.buffer is not None
+        binding.store.write_back(owner.retrieval.handles, owner.buffer)
+    for hook in rank.on_write_back:
+        for binding, owner in zip(rank.bindings, batch.owner):
+            for k, table in enumerate(binding.store.tables):
+                keys = owner.keys[owner.tables == k]
+                if len(keys):
+                    hook(batch.verdict.step, table.name, keys)

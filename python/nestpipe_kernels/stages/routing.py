@@ -1,0 +1,225 @@
+"""Stages 1-3: the next batch, its micro-batches and their keys, and the exchange of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.router import pack, route_keys, transfers, unpack
+from ..errors import CommunicationError
+from ..ops.bucketize import bucketize
+from ..ops.cluster import cluster, partition_sizes
+from ..ops.dedup import dedup
+from ..types import LookupCall, StoreKeys, empty_store_keys
+from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
+from .state import BatchState, Failure, MicroBatch, OwnerKeys, RankState, StorePlan
+
+__all__ = ["announce", "concat_keys", "exchange_keys", "merge_sources", "plan_keys", "prefetch", "route"]
+
+
+def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Draw the next batch and copy it: the loader and the caller may reuse their tensors at once."""
+    from ..capture.split import batch_size_of, split
+
+    if rank.exhausted or rank.iterator is None:
+        return
+    with batch.guard(rank.communicator.rank, "prefetch"):
+        try:
+            raw = next(rank.iterator)
+        except StopIteration:
+            rank.exhausted = True
+            return
+        batch.size = batch_size_of(raw)
+        if batch.size:
+            whole = torch.arange(batch.size)
+            batch.raw = split(raw, [whole], rank.split_batch)[0]
+            if rank.inputs is None and rank.capture is not None:
+                rank.inputs = rank.capture(batch.raw)
+        batch.has_batch = True
+
+
+def route(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Split into micro-batches, list keys by owner, and announce how many keys each owner will get."""
+    if batch.has_batch and batch.failure is None:
+        with batch.guard(rank.communicator.rank, "route"):
+            batch.micro = _micro_batches(rank, batch)
+            batch.plans = plan_keys(rank, [m.calls for m in batch.micro])
+    if batch.failure is not None or not batch.plans:
+        batch.plans = plan_keys(rank, [{} for _ in range(rank.num_micro_batches)])
+    announce(rank, batch)
+
+
+def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
+    from ..capture.split import split
+
+    parts = partition_sizes(batch.size, rank.num_micro_batches)
+    order = torch.arange(batch.size)
+    if rank.clustering and rank.num_micro_batches > 1 and batch.size > 1:
+        order = _clustered_order(rank, batch)
+    indices = [part.contiguous() for part in torch.split(order, parts)]
+    filled = [k for k, part in enumerate(parts) if part]
+    pieces = split(batch.raw, [indices[k] for k in filled], rank.split_batch) if filled else []
+    micros = [MicroBatch(None, index) for index in indices]
+    for k, piece in zip(filled, pieces):
+        micros[k].batch = piece
+        micros[k].inputs = rank.inputs.replay(piece) if rank.inputs is not None else {}
+        micros[k].calls = {
+            name: [rank.modules[name].plan_call(features) for features in calls]
+            for name, calls in micros[k].inputs.items()
+        }
+    return micros
+
+
+def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
+    """Order of samples that lets those sharing keys meet; lookups that do not map to samples are left out."""
+    inputs: dict[str, list[Any]] = rank.inputs.replay(batch.raw) if rank.inputs is not None else {}
+    samples: list[Tensor] = []
+    ids: list[Tensor] = []
+    base = 0
+    for name, features in inputs.items():
+        calls = [rank.modules[name].plan_call(f) for f in features]
+        for store in range(len(rank.modules[name].row_stores())):
+            mapped = [(c.samples[store], c.stores[store]) for c in calls if c.samples and c.samples[store] is not None]
+            if not mapped:
+                continue
+            distinct = dedup(torch.cat([keys.keys for _, keys in mapped]), torch.cat([k.tables for _, k in mapped]))
+            ids.append(distinct.inverse.to(torch.int64) + base)
+            samples.append(torch.cat([s for s, _ in mapped if s is not None]))
+            base += len(distinct.unique_index)
+    if not samples:
+        return torch.arange(batch.size)
+    by_sample, counts = bucketize(torch.cat(samples).to(torch.int32), batch.size)
+    offsets = torch.zeros(batch.size + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    objective = "resend" if rank.track_use else "send_once"
+    return cluster(offsets, torch.cat(ids)[by_sample], rank.num_micro_batches, objective)
+
+
+def concat_keys(calls: Sequence[StoreKeys]) -> StoreKeys:
+    """Occurrences of several calls as one list, in call order."""
+    if len(calls) == 1:
+        return calls[0]
+    if not calls:
+        return empty_store_keys()
+    offsets, bags, modes = [torch.zeros(1, dtype=torch.int64)], [0], []
+    total = 0
+    for call in calls:
+        offsets.append(call.bag_offsets[1:] + total)
+        base = bags[-1]
+        bags += [base + b for b in call.segment_bags[1:]]
+        modes += list(call.segment_modes)
+        total += len(call.keys)
+    weighted = any(c.weights is not None for c in calls)
+    padded = any(c.valid is not None for c in calls)
+    return StoreKeys(
+        keys=torch.cat([c.keys for c in calls]),
+        tables=torch.cat([c.tables for c in calls]),
+        bag_offsets=torch.cat(offsets),
+        segment_bags=tuple(bags),
+        segment_modes=tuple(modes),
+        weights=torch.cat([c.weights if c.weights is not None else torch.ones(len(c.keys)) for c in calls])
+        if weighted
+        else None,
+        valid=torch.cat(
+            [c.valid if c.valid is not None else torch.ones(len(c.keys), dtype=torch.bool) for c in calls]
+        )
+        if padded
+        else None,
+    )
+
+
+def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]]) -> list[StorePlan]:
+    """The source side of every store, for the lookups of each micro-batch."""
+    plans = []
+    for binding in rank.bindings:
+        lists = [
+            concat_keys([call.stores[binding.index] for call in calls.get(binding.module_name, [])])
+            for calls in micro_calls
+        ]
+        valid = None
+        if any(one.valid is not None for one in lists):
+            valid = torch.cat(
+                [one.valid if one.valid is not None else torch.ones(len(one.keys), dtype=torch.bool) for one in lists]
+            )
+        source = route_keys(
+            torch.cat([one.keys for one in lists]),
+            torch.cat([one.tables for one in lists]),
+            valid,
+            [len(one.keys) for one in lists],
+            binding.store.table_hashes,
+            rank.slice_owner,
+            rank.communicator.size,
+            rank.track_use,
+        )
+        rows, grads = transfers(source.lists, len(lists))
+        shape = (len(source.lists.keys), binding.store.dim)
+        received = torch.full(shape, float("nan")) if rank.poison else torch.empty(shape)
+        plans.append(StorePlan(source, rows, grads, received, torch.zeros(shape), list(lists)))
+    return plans
+
+
+def announce(rank: RankState, batch: BatchState) -> None:
+    """Post this rank's flags and the lengths of its key lists to every owner."""
+    flags = _flags(rank, batch)
+    world = rank.communicator.size
+    messages = [
+        pack_flags(flags, [plan.source.lists.per_peer[peer] for plan in batch.plans]) for peer in range(world)
+    ]
+    words = FIXED_WORDS + len(batch.plans)
+    group = rank.communicator.group("keys")
+    ones = [1] * world
+    handle = group.all_to_all(torch.stack(messages).view(world, words), ones, ones, f"{batch.tag}/sizes")
+    batch.post("keys.sizes", 0, handle)
+
+
+def _flags(rank: RankState, batch: BatchState) -> Flags:
+    return Flags(batch.index, rank.num_micro_batches, batch.has_batch, batch.failure)
+
+
+def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Check every rank's announcement, then post the keys; decides, alike on all ranks, whether the batch goes on."""
+    received = batch.land("keys.sizes")
+    expect = _flags(rank, batch)
+    peers = [unpack_flags(received[p], p, expect) for p in range(rank.communicator.size)]
+    batch.key_sizes = received[:, FIXED_WORDS:].tolist()
+    if any(n < 0 for sizes in batch.key_sizes for n in sizes):
+        raise CommunicationError(f"a rank announced a negative number of keys: {batch.key_sizes}")
+    failed = [p for p, flags in enumerate(peers) if flags.failed]
+    batch.ended = not failed and not any(flags.has_batch for flags in peers)
+    batch.skipped = batch.ended or bool(failed)
+    if failed:
+        batch.remote = peers[failed[0]].as_failure(failed[0])
+    if batch.skipped:
+        return
+    message, counts = pack([plan.source.lists for plan in batch.plans], rank.communicator.size)
+    group = rank.communicator.group("keys")
+    incoming = [sum(sizes) for sizes in batch.key_sizes]
+    batch.post("keys.keys", 0, group.all_to_all(message, counts, incoming, f"{batch.tag}/keys"))
+
+
+def merge_sources(rank: RankState, batch: BatchState) -> None:
+    """The owner's view: the lists of all sources, and the distinct keys among them in order of first appearance."""
+    for lists in unpack(batch.land("keys.keys"), batch.key_sizes):
+        distinct = dedup(lists.keys, lists.tables)
+        slot = distinct.inverse.to(torch.int64)
+        counts = torch.zeros(len(distinct.unique_index), dtype=torch.int64).index_add_(0, slot, lists.counts)
+        rows, grads = transfers(lists, rank.num_micro_batches)
+        batch.owner.append(
+            OwnerKeys(
+                keys=lists.keys[distinct.unique_index],
+                tables=lists.tables[distinct.unique_index],
+                counts=counts,
+                slot=slot,
+                per_peer=lists.per_peer,
+                rows=rows,
+                grads=grads,
+            )
+        )
+
+
+def describe_failure(batch: BatchState) -> Failure | None:
+    """The failure to report for a batch: this rank's own first."""
+    return batch.failure or batch.remote

@@ -1,0 +1,230 @@
+"""What the stages of one rank work on: RankState for the whole run, BatchState for one batch, and how a failure travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator
+from ..comm.router import SourceKeys, Transfer
+from ..errors import CommunicationError
+from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
+
+__all__ = ["BatchState", "Failure", "MicroBatch", "OwnerKeys", "RankState", "StoreBinding", "Verdict", "bind_stores"]
+
+
+@dataclass
+class StoreBinding:
+    """One store of one module, with its two row buffers."""
+
+    store: RowStore
+    module_name: str
+    module: EmbeddingModule
+    index: int
+    """Which of the module's stores this is."""
+    buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0), torch.empty(0, 0)])
+
+    def buffer(self, parity: int, rows: int, poison: bool) -> Tensor:
+        """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if poisoned)."""
+        have = self.buffers[parity]
+        if have.shape[0] < rows or have.shape[1] != self.store.row_floats:
+            have = self.buffers[parity] = torch.empty(rows + rows // 4 + 16, self.store.row_floats)
+        view = have[:rows]
+        if poison:
+            view.fill_(float("nan"))
+        return view
+
+
+def bind_stores(modules: dict[str, EmbeddingModule]) -> list[StoreBinding]:
+    """Every store of every module, in module order."""
+    return [
+        StoreBinding(store, name, module, k)
+        for name, module in modules.items()
+        for k, store in enumerate(module.row_stores())
+    ]
+
+
+class Inputs(Protocol):
+    """What tells the embedding inputs of a batch ahead of the model (capture)."""
+
+    def replay(self, batch: Any) -> dict[str, list[Any]]: ...
+    def check(self, name: str, call_index: int, planned: Any, actual: Any) -> None: ...
+
+
+@dataclass
+class RankState:
+    """One rank's part of the run. Fields below `step_count` are set by whoever drives the stages."""
+
+    communicator: Communicator
+    modules: dict[str, EmbeddingModule]
+    bindings: list[StoreBinding]
+    slice_owner: Tensor
+    num_micro_batches: int = 1
+    track_use: bool = False
+    """Rows are sent for every micro-batch, so key lists carry who uses them."""
+    clustering: bool = False
+    nan_policy: str = "raise"
+    poison: bool = False
+    """Fill buffers with NaN before use: a read of something not written shows."""
+    step_count: int = 0
+    """Committed steps so far; the next update is step_count + 1."""
+    model: Any = None
+    call_model: Callable[[Any, Any], tuple[Tensor, Any, Any]] | None = None
+    """(model, batch) -> (loss, output, weight or None)."""
+    loss_weighting: str = "mean"
+    dense_optimizer: Any = None
+    dense_parameters: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)
+    inputs: Inputs | None = None
+    capture: Callable[[Any], Inputs] | None = None
+    split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
+    iterator: Iterator[Any] | None = None
+    exhausted: bool = False
+    on_write_back: list[Callable[[int, str, Tensor], None]] = field(default_factory=list)
+
+
+@dataclass
+class Failure:
+    """What went wrong in a batch, here or on another rank."""
+
+    rank: int
+    stage: str
+    message: str
+    error: BaseException | None = None
+
+
+@dataclass
+class MicroBatch:
+    """Some samples of a batch and the lookups that the model will ask for with them."""
+
+    batch: Any
+    indices: Tensor
+    """int64 [n]: which samples of the batch."""
+    calls: dict[str, list[LookupCall]] = field(default_factory=dict)
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass
+class StorePlan:
+    """Source side of one store in one batch."""
+
+    source: SourceKeys
+    rows: list[Transfer]
+    grads: list[Transfer]
+    received: Tensor
+    """float32 [M, dim]: embeddings of the distinct keys, filled by forward_backward as they land."""
+    gradients: Tensor
+    """float32 [M, dim]: their gradients, summed over the micro-batches so far."""
+    occurrences: list[Any]
+    """StoreKeys of each micro-batch (all calls of the module, concatenated), None for an empty one."""
+
+
+@dataclass
+class OwnerKeys:
+    """Owner side of one store in one batch: the sources' lists merged."""
+
+    keys: Tensor
+    """int64 [U] distinct."""
+    tables: Tensor
+    """int32 [U]"""
+    counts: Tensor
+    """int64 [U] occurrences in the global batch."""
+    slot: Tensor
+    """int64 [M]: row (0 .. U-1) of each received list entry."""
+    per_peer: list[int]
+    rows: list[Transfer]
+    grads: list[Transfer]
+    retrieval: Retrieval | None = None
+    buffer: Tensor | None = None
+    """float32 [U, row_floats], a view of buffer parity."""
+    shared_before: Tensor | None = None
+    """int64 [m]: rows of the previous batch ..."""
+    shared_here: Tensor | None = None
+    """... and rows of this one that hold the same keys."""
+    boxes: Tensor | None = None
+    """float32 [M, dim]: gradients as received, per source."""
+    row_gradients: Tensor | None = None
+    """float32 [U, dim], averaged over ranks."""
+    finite: Tensor | None = None
+    """bool [U]"""
+
+
+@dataclass
+class Verdict:
+    """What all ranks decided about a batch."""
+
+    ok: bool
+    step: int = 0
+    dense_ok: bool = True
+    skipped_rows: int = 0
+    failure: Failure | None = None
+    non_finite: str = ""
+    learning_rates: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class BatchState:
+    """One batch on its way through the stages."""
+
+    index: int
+    tag: str
+    """Prefix of its collectives' names, the same on all ranks."""
+    raw: Any = None
+    size: int = 0
+    has_batch: bool = False
+    skipped: bool = False
+    """No rank has samples, or some rank failed before keys were exchanged: later nodes do nothing, alike on all ranks."""
+    ended: bool = False
+    """No rank has a batch: the iterators are exhausted."""
+    failure: Failure | None = None
+    """The first thing that failed on this rank; it still joins every exchange."""
+    remote: Failure | None = None
+    training: bool = True
+    micro: list[MicroBatch] = field(default_factory=list)
+    plans: list[StorePlan] = field(default_factory=list)
+    owner: list[OwnerKeys] = field(default_factory=list)
+    previous: BatchState | None = None
+    key_sizes: list[list[int]] = field(default_factory=list)
+    """[W][num_stores] lengths of the lists that each source announced."""
+    losses: list[tuple[float, Tensor]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    output_weights: list[float] = field(default_factory=list)
+    divisor: float = 1.0
+    """Sum of the weights that the model returned; divides this rank's gradients. 1 where weights are known before."""
+    divisors: list[float] = field(default_factory=list)
+    """[W] every source's divisor, as it came with the last gradients."""
+    dense_slice: Tensor | None = None
+    dense_finite: bool = True
+    verdict: Verdict | None = None
+    handles: dict[tuple[str, int], Handle] = field(default_factory=dict)
+
+    def post(self, purpose: str, micro: int, handle: Handle) -> None:
+        """Remember an exchange under way."""
+        self.handles[purpose, micro] = handle
+
+    def land(self, purpose: str, micro: int = 0) -> Tensor:
+        """Wait for an exchange of this batch; its tensors are released here."""
+        return self.handles.pop((purpose, micro)).wait()
+
+    @contextmanager
+    def guard(self, rank: int, stage: str) -> Iterator[None]:
+        """Turn an exception of this rank's own work into this batch's failure; later work of the batch is skipped, its exchanges are not.
+
+        Errors of the exchange itself are not caught: then nothing can be joined any more.
+        """
+        try:
+            yield
+        except (CommunicationError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = Failure(rank, stage, f"{type(error).__name__}: {error}", error)
+
+
+def concat_counts(per_peer: Sequence[Sequence[int]], dims: Sequence[int], world_size: int) -> list[int]:
+    """Floats for each peer when rows of several stores share a message: sum over stores of rows * dim."""
+    return [sum(n[p] * d for n, d in zip(per_peer, dims)) for p in range(world_size)]

@@ -1,0 +1,206 @@
+"""Stage 5 inside a batch: rows to the sources, the model on each micro-batch, gradients back to the owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.router import Transfer
+from ..errors import CaptureError
+from ..ops.gather_rows import gather_rows
+from ..ops.lookup_pool import pool_backward
+from ..ops.scatter_rows import scatter_add_rows, scatter_rows, zero_rows
+from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
+from .lookup_function import run_lookup
+from .messages import join_rows, split_rows
+from .state import BatchState, MicroBatch, RankState, StorePlan, concat_counts
+
+__all__ = ["MicroContext", "accumulate_gradients", "forward", "forward_backward", "recv_grads", "send_grads", "send_rows"]
+
+
+def _per_peer(transfers: list[Transfer]) -> list[list[int]]:
+    return [t.per_peer for t in transfers]
+
+
+def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Embeddings that each source needs from here on for micro-batch `micro`, copied out of the buffer."""
+    dims = [b.store.dim for b in rank.bindings]
+    moves = [owner.rows[micro] for owner in batch.owner]
+    parts = [torch.zeros(len(move.positions), dim) for move, dim in zip(moves, dims)]
+    if batch.failure is None:
+        with batch.guard(rank.communicator.rank, "send_rows"):
+            for k, (owner, move) in enumerate(zip(batch.owner, moves)):
+                assert owner.buffer is not None
+                parts[k] = gather_rows(owner.buffer, owner.slot[move.positions], dims[k])
+    world = rank.communicator.size
+    incoming = [plan.rows[micro].per_peer for plan in batch.plans]
+    handle = rank.communicator.group("rows").all_to_all(
+        join_rows(parts, _per_peer(moves)),
+        concat_counts(_per_peer(moves), dims, world),
+        concat_counts(incoming, dims, world),
+        f"{batch.tag}/rows/{micro}",
+    )
+    batch.post("rows", micro, handle)
+
+
+def _land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
+    dims = [b.store.dim for b in rank.bindings]
+    moves = [plan.rows[micro] for plan in batch.plans]
+    rows, _ = split_rows(batch.land("rows", micro), _per_peer(moves), dims, False, rank.communicator.size)
+    for plan, move, part in zip(batch.plans, moves, rows):
+        scatter_rows(plan.received, move.positions, part)
+
+
+class MicroContext:
+    """Answers the model's lookups in one micro-batch from the rows received, and collects the output gradients."""
+
+    def __init__(self, rank: RankState, plans: list[StorePlan], micro: MicroBatch, number: int) -> None:
+        self._rank = rank
+        self._micro = micro
+        self._names = {id(module): name for name, module in rank.modules.items()}
+        self._next = dict.fromkeys(rank.modules, 0)
+        self.gradients: dict[tuple[str, int], list[list[Tensor | None]]] = {}
+        """(module, call) -> per store, per segment: gradient of the segment's bags."""
+        self._rows: dict[str, list[Tensor]] = {name: [] for name in rank.modules}
+        self._slots: dict[str, list[list[Tensor]]] = {name: [] for name in rank.modules}
+        for binding, plan in zip(rank.bindings, plans):
+            lengths = [len(c.stores[binding.index].keys) for c in micro.calls.get(binding.module_name, [])]
+            self._rows[binding.module_name].append(plan.received)
+            self._slots[binding.module_name].append(list(torch.split(plan.source.slots[number], lengths)))
+
+    def lookup(self, module: EmbeddingModule, features: Any) -> Any:
+        name = self._names[id(module)]
+        call_index = self._next[name]
+        planned = self._micro.inputs.get(name, [])
+        if call_index >= len(planned):
+            raise CaptureError(
+                f"module {name!r} is called {call_index + 1} times in this batch, but {len(planned)} calls were planned "
+                "from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
+            )
+        assert self._rank.inputs is not None
+        self._rank.inputs.check(name, call_index, planned[call_index], features)
+        self._next[name] = call_index + 1
+        call = self._micro.calls[name][call_index]
+        call.weights = module.plan_call(features).weights if call.weights is not None else None
+        slots = [per_call[call_index] for per_call in self._slots[name]]
+
+        def keep(_: LookupCall, grads: list[list[Tensor | None]]) -> None:
+            self.gradients[name, call_index] = grads
+
+        return run_lookup(call, self._rows[name], slots, keep)
+
+    def finish(self) -> None:
+        """Every planned call must have happened: otherwise its rows would count as touched for nothing."""
+        for name, calls in self._micro.inputs.items():
+            if self._next[name] != len(calls):
+                raise CaptureError(
+                    f"module {name!r} was called {self._next[name]} times in this batch, but {len(calls)} calls were "
+                    "planned from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
+                )
+
+
+def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) -> None:
+    micro = batch.micro[number]
+    context = MicroContext(rank, batch.plans, micro, number)
+    for module in rank.modules.values():
+        module.lookup_context = context
+    try:
+        assert rank.call_model is not None
+        with torch.set_grad_enabled(training):
+            loss, output, weight = rank.call_model(rank.model, micro.batch)
+            share = len(micro.indices) / batch.size
+            if weight is not None:
+                coefficient = float(weight)
+                batch.divisor = coefficient if number == 0 or not batch.losses else batch.divisor + coefficient
+            else:
+                coefficient = share if rank.loss_weighting == "mean" else 1.0
+            if training:
+                (loss * coefficient).backward()
+    finally:
+        for module in rank.modules.values():
+            module.lookup_context = None
+    context.finish()
+    batch.losses.append((coefficient, loss.detach()))
+    batch.outputs.append(output)
+    batch.output_weights.append(share)
+    if training:
+        for binding, plan in zip(rank.bindings, batch.plans):
+            calls = micro.calls.get(binding.module_name, [])
+            grads: list[Tensor | None] = []
+            for k, call in enumerate(calls):
+                given = context.gradients.get((binding.module_name, k))
+                grads += given[binding.index] if given else [None] * len(call.stores[binding.index].segment_modes)
+            accumulate_gradients(plan, plan.occurrences[number], plan.source.slots[number], grads)
+
+
+def accumulate_gradients(plan: StorePlan, keys: StoreKeys, slots: Tensor, grads: list[Tensor | None]) -> None:
+    """Add one micro-batch's row gradients to the source's accumulators, in the order of its store's list."""
+    needs_rows = PoolingType.MAX.code in keys.segment_modes
+    pool_backward(
+        grads,
+        plan.received if needs_rows else None,
+        slots,
+        keys.bag_offsets,
+        keys.segment_bags,
+        keys.segment_modes,
+        keys.weights,
+        plan.gradients,
+    )
+
+
+def forward_backward(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Land the rows of this micro-batch and train the model on it; the lookup's gradients go to the accumulators."""
+    _land_rows(rank, batch, micro)
+    if micro == 0:
+        for _, parameter in rank.dense_parameters:
+            parameter.grad = None
+    if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
+        return
+    with batch.guard(rank.communicator.rank, "forward_backward"):
+        _run_model(rank, batch, micro, training=True)
+
+
+def forward(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Land the rows of this micro-batch and run the model without gradients."""
+    _land_rows(rank, batch, micro)
+    if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
+        return
+    with batch.guard(rank.communicator.rank, "forward"):
+        _run_model(rank, batch, micro, training=False)
+
+
+def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Summed gradients that are complete with this micro-batch, to their owners; their accumulators are free again."""
+    dims = [b.store.dim for b in rank.bindings]
+    moves = [plan.grads[micro] for plan in batch.plans]
+    parts = []
+    for plan, move, dim in zip(batch.plans, moves, dims):
+        parts.append(gather_rows(plan.gradients, move.positions, dim))
+        zero_rows(plan.gradients, move.positions)
+    world = rank.communicator.size
+    incoming = [owner.grads[micro].per_peer for owner in batch.owner]
+    # Only the last message's divisor counts: before that the sum of weights is not known yet.
+    divisor = batch.divisor if micro == rank.num_micro_batches - 1 else 1.0
+    message = join_rows(parts, _per_peer(moves), lead=torch.full((world,), divisor))
+    handle = rank.communicator.group("grads").all_to_all(
+        message,
+        [n + 1 for n in concat_counts(_per_peer(moves), dims, world)],
+        [n + 1 for n in concat_counts(incoming, dims, world)],
+        f"{batch.tag}/grads/{micro}",
+    )
+    batch.post("grads", micro, handle)
+
+
+def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Gradients from every source into its boxes."""
+    dims = [b.store.dim for b in rank.bindings]
+    moves = [owner.grads[micro] for owner in batch.owner]
+    parts, divisors = split_rows(batch.land("grads", micro), _per_peer(moves), dims, True, rank.communicator.size)
+    if micro == rank.num_micro_batches - 1:
+        batch.divisors = divisors
+    for owner, move, part, dim in zip(batch.owner, moves, parts, dims):
+        if owner.boxes is None:
+            owner.boxes = torch.zeros(len(owner.slot), dim)
+        scatter_add_rows(owner.boxes, move.positions, part)
