@@ -1,8 +1,90 @@
-// Row buffers.
+// Row movement between buffers and messages for Python: addresses and sizes in, no logic.
+#include <pybind11/stl.h>
+
+#include <tuple>
+
 #include "bindings.h"
+#include "nestpipe/finite_rows.h"
+#include "nestpipe/gather_rows.h"
+#include "nestpipe/row_sync.h"
+#include "nestpipe/scatter_add_rows.h"
 
 namespace nestpipe {
+namespace {
 
-void bind_buffers(py::module_& module) { static_cast<void>(module); }
+using Address = std::uintptr_t;
+// (address, num_rows, stride)
+using Matrix = std::tuple<Address, std::int64_t, std::int64_t>;
+// (address, size)
+using Index = std::tuple<Address, std::int64_t>;
+
+ScatterRows to_scatter(const Matrix& target, const Index& index, const Matrix& source,
+                       std::int64_t dim) {
+  ScatterRows a;
+  a.target = as_pointer<float>(std::get<0>(target));
+  std::tie(std::ignore, a.num_rows, a.target_stride) = target;
+  a.dim = dim;
+  a.index = as_pointer<const std::int64_t>(std::get<0>(index));
+  a.size = std::get<1>(index);
+  a.source = as_pointer<const float>(std::get<0>(source));
+  a.source_stride = std::get<2>(source);
+  return a;
+}
+
+}  // namespace
+
+void bind_buffers(py::module_& module) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  module.def(
+      "row_sync",
+      [](const Matrix& source, const Matrix& target, Address source_index, Address target_index,
+         std::int64_t size) {
+        row_sync({as_pointer<const float>(std::get<0>(source)), std::get<1>(source),
+                  as_pointer<float>(std::get<0>(target)), std::get<1>(target), std::get<2>(source),
+                  as_pointer<const std::int64_t>(source_index),
+                  as_pointer<const std::int64_t>(target_index), size});
+      },
+      release);
+  module.def(
+      "gather_rows",
+      [](const Matrix& rows, const Index& index, const Matrix& out, std::int64_t dim) {
+        gather_rows({as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows),
+                     std::get<2>(rows), dim, as_pointer<const std::int64_t>(std::get<0>(index)),
+                     std::get<1>(index), as_pointer<float>(std::get<0>(out)), std::get<2>(out)});
+      },
+      release);
+  module.def(
+      "scatter_rows",
+      [](const Matrix& target, const Index& index, const Matrix& source, std::int64_t dim) {
+        scatter_rows(to_scatter(target, index, source, dim));
+      },
+      release);
+  module.def(
+      "scatter_add_rows",
+      [](const Matrix& target, const Index& index, const Matrix& source, std::int64_t dim) {
+        scatter_add_rows(to_scatter(target, index, source, dim));
+      },
+      release);
+  module.def(
+      "zero_rows",
+      [](const Matrix& target, const Index& index, std::int64_t dim) {
+        zero_rows(to_scatter(target, index, Matrix(0, 0, 0), dim));
+      },
+      release);
+  module.def(
+      "finite_rows",
+      [](const Matrix& rows, std::int64_t dim, Address finite) {
+        finite_rows(as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows),
+                    std::get<2>(rows), dim, as_pointer<std::uint8_t>(finite));
+      },
+      release);
+  module.def(
+      "all_finite",
+      [](const Matrix& rows, std::int64_t dim) {
+        return all_finite(as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows),
+                          std::get<2>(rows), dim);
+      },
+      release);
+}
 
 }  // namespace nestpipe

@@ -1,0 +1,72 @@
+// Lookup-and-pool: bags of row numbers become pooled vectors, and gradients of those become
+// gradients of rows.
+//
+// Sums start at +0.0 and follow bag order (forward) or occurrence order in blocks of kGradientBlock
+// (backward), so the bits do not depend on the number of threads. docs/architecture.md holds the
+// rules, ops/lookup_pool/reference.py the plain version.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace nestpipe {
+
+enum class PoolMode : std::int32_t { kSum = 0, kMean = 1, kMax = 2, kNone = 3 };
+
+// Occurrences of a row whose gradients are summed on their own before block sums are added.
+constexpr std::int64_t kGradientBlock = 1024;
+
+// [num_rows, dim] float32; rows may lie further apart than dim.
+struct RowMatrix {
+  const float* data = nullptr;
+  std::int64_t num_rows = 0;
+  std::int64_t stride = 0;
+  std::int64_t dim = 0;
+
+  const float* row(std::int64_t slot) const { return data + slot * stride; }
+};
+
+// Which rows form which bag. A segment is a run of bags with one pooling mode and one output or
+// gradient matrix.
+struct BagList {
+  const void* slots =
+      nullptr;  // [num_occurrences] int32 or int64; -1 is padding: skipped and not counted
+  bool slots_are_int64 = false;
+  std::int64_t num_occurrences = 0;
+  const std::int64_t* bag_offsets = nullptr;  // [num_bags + 1]
+  std::int64_t num_bags = 0;
+  std::vector<std::int64_t> segment_bags;   // [num_segments + 1]
+  std::vector<std::int32_t> segment_modes;  // [num_segments] PoolMode
+  const float* weights = nullptr;           // [num_occurrences] or null; only with kSum and kNone
+
+  std::int64_t num_segments() const { return static_cast<std::int64_t>(segment_modes.size()); }
+};
+
+// One matrix per segment, [bags of the segment, dim]; bags may lie further apart than dim.
+struct SegmentOutput {
+  float* data;
+  std::int64_t stride;
+};
+struct SegmentGradient {
+  const float* data;  // null: gradient 0
+  std::int64_t stride;
+};
+
+// All three check the bags first (std::out_of_range for a slot, std::invalid_argument for the
+// rest), before writing anything.
+
+// outs[s][b] = pooled rows of bag b of segment s. Writes every element.
+void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
+                         const std::vector<SegmentOutput>& outs);
+
+// accumulator[u] += gradient of row u, for rows that occur. `rows.data` may be null unless a
+// segment has kMax. accumulator: [rows.num_rows, rows.dim] contiguous.
+void lookup_pool_backward(const RowMatrix& rows, const BagList& bags,
+                          const std::vector<SegmentGradient>& grads, float* accumulator);
+
+// weight_grad[j] = dot(gradient of j's bag, row of j), 0 for padding; only segments with kSum and
+// kNone.
+void lookup_pool_weight_grad(const RowMatrix& rows, const BagList& bags,
+                             const std::vector<SegmentGradient>& grads, float* weight_grad);
+
+}  // namespace nestpipe

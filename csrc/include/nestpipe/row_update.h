@@ -1,0 +1,48 @@
+// Row-wise update rules in place: one pass over rows, their state and their gradients.
+//
+// A buffer row is [embedding dim | state | int32 updates | padding]. The order of operations per
+// element is written in ops/row_update/reference.py; scalars that depend on the step alone are
+// computed in double and rounded once.
+#pragma once
+
+#include <cstdint>
+
+namespace nestpipe {
+
+enum class UpdateRule : std::int32_t { kSgd = 0, kAdagrad = 1, kRowWiseAdagrad = 2, kAdam = 3 };
+
+struct UpdateSettings {
+  UpdateRule rule = UpdateRule::kSgd;
+  double eps = 0.0;
+  double beta1 = 0.0;
+  double beta2 = 0.0;
+  bool bias_correction_by_row = false;  // Adam: count the row's own updates instead of steps
+  std::int64_t step = 1;                // 1 for the first update
+};
+
+struct UpdateArguments {
+  float* rows = nullptr;  // [num_rows, row_floats]
+  std::int64_t num_rows = 0;
+  std::int64_t row_floats = 0;
+  std::int64_t dim = 0;
+  const float* grads = nullptr;  // [num_rows, dim], grad_stride apart
+  std::int64_t grad_stride = 0;
+  float lr = 0.0f;
+  const float* row_lr = nullptr;       // [num_rows], replaces lr
+  const std::uint8_t* mask = nullptr;  // [num_rows], 0 leaves the row untouched
+};
+
+// Floats of state between embedding and `updates`.
+std::int64_t state_floats(UpdateRule rule, std::int64_t dim);
+
+// base ** exponent by squaring, exponent >= 0: the same bits everywhere, unlike libm's pow.
+double integer_power(double base, std::int64_t exponent);
+
+// Adam's sqrt(1 - beta2^t) / (1 - beta1^t), rounded to float32 once.
+float adam_bias_factor(double beta1, double beta2, std::int64_t step);
+
+// Updates every row whose mask is not 0 and adds 1 to its `updates` (which stops at the largest
+// int32).
+void row_update(const UpdateArguments& arguments, const UpdateSettings& settings);
+
+}  // namespace nestpipe

@@ -1,0 +1,121 @@
+// Forward: each bag's rows, added (or compared) in bag order.
+#include <algorithm>
+#include <cstring>
+
+#include "bag_checks.h"
+#include "nestpipe/lookup_pool.h"
+#include "nestpipe/row_tasks.h"
+
+namespace nestpipe {
+namespace {
+
+// Rows are fetched this many occurrences before they are added.
+constexpr std::int64_t kAhead = 8;
+
+template <typename Slot>
+struct Forward {
+  const RowMatrix& rows;
+  const Slot* slots;
+  const float* weights;
+  std::int64_t num_occurrences;
+
+  // The row of occurrence j, or null for padding.
+  const float* row(std::int64_t j) const {
+    if (j + kAhead < num_occurrences && slots[j + kAhead] >= 0) {
+      prefetch_row(rows.row(slots[j + kAhead]), rows.dim);
+    }
+    return slots[j] < 0 ? nullptr : rows.row(slots[j]);
+  }
+
+  // Returns the number of rows added.
+  std::int64_t sum(std::int64_t begin, std::int64_t end, float* __restrict out) const {
+    const std::int64_t dim = rows.dim;
+    std::fill_n(out, dim, 0.0f);
+    std::int64_t count = 0;
+    for (std::int64_t j = begin; j < end; ++j) {
+      const float* __restrict source = row(j);
+      if (source == nullptr) continue;
+      ++count;
+      if (weights == nullptr) {
+        for (std::int64_t d = 0; d < dim; ++d) out[d] += source[d];
+      } else {
+        const float weight = weights[j];
+        for (std::int64_t d = 0; d < dim; ++d) out[d] += weight * source[d];
+      }
+    }
+    return count;
+  }
+
+  void mean(std::int64_t begin, std::int64_t end, float* __restrict out) const {
+    const std::int64_t count = sum(begin, end, out);
+    if (count == 0) return;
+    const auto divisor = static_cast<float>(count);
+    for (std::int64_t d = 0; d < rows.dim; ++d) out[d] /= divisor;
+  }
+
+  void max(std::int64_t begin, std::int64_t end, float* __restrict out) const {
+    const std::int64_t dim = rows.dim;
+    bool is_empty = true;
+    for (std::int64_t j = begin; j < end; ++j) {
+      const float* __restrict source = row(j);
+      if (source == nullptr) continue;
+      if (is_empty) {
+        std::copy_n(source, dim, out);
+        is_empty = false;
+      } else {
+        for (std::int64_t d = 0; d < dim; ++d) {
+          out[d] = beats_maximum(source[d], out[d]) ? source[d] : out[d];
+        }
+      }
+    }
+    if (is_empty) std::fill_n(out, dim, 0.0f);
+  }
+
+  void single(std::int64_t j, float* __restrict out) const {
+    const std::int64_t dim = rows.dim;
+    const float* __restrict source = row(j);
+    if (source == nullptr) {
+      std::fill_n(out, dim, 0.0f);
+    } else if (weights == nullptr) {
+      std::copy_n(source, dim, out);
+    } else {
+      const float weight = weights[j];
+      for (std::int64_t d = 0; d < dim; ++d) out[d] = weight * source[d];
+    }
+  }
+
+  void bag(PoolMode mode, std::int64_t begin, std::int64_t end, float* out) const {
+    if (mode == PoolMode::kSum) {
+      sum(begin, end, out);
+    } else if (mode == PoolMode::kMean) {
+      mean(begin, end, out);
+    } else if (mode == PoolMode::kMax) {
+      max(begin, end, out);
+    } else {
+      single(begin, out);
+    }
+  }
+};
+
+}  // namespace
+
+void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
+                         const std::vector<SegmentOutput>& outs) {
+  check_bags(bags, rows.num_rows, outs.size());
+  const auto work_before = [&](std::int64_t bag) { return bags.bag_offsets[bag] + bag; };
+  with_slots(bags, [&](const auto* slots) {
+    using Slot = std::remove_const_t<std::remove_pointer_t<decltype(slots)>>;
+    const Forward<Slot> forward = {rows, slots, bags.weights, bags.num_occurrences};
+    const auto pool = [&](std::int64_t segment, std::int64_t bag) {
+      const SegmentOutput& out = outs[segment];
+      forward.bag(static_cast<PoolMode>(bags.segment_modes[segment]), bags.bag_offsets[bag],
+                  bags.bag_offsets[bag + 1],
+                  out.data + (bag - bags.segment_bags[segment]) * out.stride);
+    };
+    parallel_by_work(
+        bags.num_bags, rows_per_task(rows.dim), work_before,
+        [&](std::int64_t begin, std::int64_t end) { for_each_bag(bags, begin, end, pool); });
+  });
+}
+
+}  // namespace nestpipe
