@@ -35,7 +35,7 @@ void with_slots(const BagList& bags, const Body& body) {
 
 // The first of equal values wins, and so does the first NaN.
 inline bool beats_maximum(float value, float maximum) {
-  return value > maximum || (value != value && maximum == maximum);
+  return (value > maximum) | ((value != value) & (maximum == maximum));
 }
 
 }  // namespace nestpipe

@@ -46,7 +46,7 @@ class Backward {
       if (mode == PoolMode::kMax && grad.data != nullptr) ++max_bags;
     };
     for_each_bag(bags, 0, bags.num_bags, describe);
-    if (max_bags > 0 && rows.data == nullptr) {
+    if (max_bags > 0 && rows.data == nullptr && rows.num_rows > 0) {
       throw std::invalid_argument("lookup_pool: pooling max needs `rows` in backward, got none");
     }
     winners_.assign(max_bags * rows.dim, kNoWinner);
@@ -105,14 +105,28 @@ class Backward {
       bool is_empty = true;
       for (std::int64_t j = begin; j < end; ++j) {
         if (slots[j] < 0) continue;
-        const float* candidate = rows_.row(slots[j]);
-        for (std::int64_t d = 0; d < rows_.dim; ++d) {
-          if (!is_empty && !beats_maximum(candidate[d], maxima[d])) continue;
-          maxima[d] = candidate[d];
-          bag.winners[d] = static_cast<std::uint32_t>(j);
+        if (j + kAhead < list_.num_occurrences && slots[j + kAhead] >= 0) {
+          prefetch_row(rows_.row(slots[j + kAhead]), rows_.dim);
         }
-        is_empty = false;
+        const float* candidate = rows_.row(slots[j]);
+        if (is_empty) {
+          std::copy_n(candidate, rows_.dim, maxima);
+          std::fill_n(bag.winners, rows_.dim, static_cast<std::uint32_t>(j));
+          is_empty = false;
+        } else {
+          take_maxima(candidate, static_cast<std::uint32_t>(j), maxima, bag.winners);
+        }
       }
+    }
+  }
+
+  // Without branches, so that it vectorizes: the outcome of each comparison is a coin toss.
+  void take_maxima(const float* __restrict candidate, std::uint32_t position,
+                   float* __restrict maxima, std::uint32_t* __restrict winners) const {
+    for (std::int64_t d = 0; d < rows_.dim; ++d) {
+      const bool wins = beats_maximum(candidate[d], maxima[d]);
+      maxima[d] = wins ? candidate[d] : maxima[d];
+      winners[d] = wins ? position : winners[d];
     }
   }
 

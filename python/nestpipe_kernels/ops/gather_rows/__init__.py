@@ -1,0 +1,47 @@
+"""gather_rows: copy the embeddings of chosen buffer rows into a matrix, to be sent or pooled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _row_checks as checks
+from . import native, reference
+
+__all__ = ["gather_rows"]
+
+OPERATION = "gather_rows"
+
+
+def gather_rows(
+    rows: Tensor, index: Tensor, dim: int, out: Tensor | None = None, *, implementation: str = "native"
+) -> Tensor:
+    """The first `dim` floats of rows[index[j]], for each j. Synchronous; the result shares no memory with `rows`.
+
+    Args:
+        rows: float32 [U, F], F >= dim, last dimension contiguous.
+        index: int64 [m], repeats allowed.
+        dim: floats to take of each row.
+        out: float32 [m, dim] to fill, last dimension contiguous; None makes a new one.
+        implementation: "native" or "reference"; the same bits.
+
+    Returns:
+        float32 [m, dim], `out` if given.
+
+    Raises:
+        TypeError: dtype or device. ValueError: shapes, strides. IndexError: a row out of range.
+    """
+    checks.check_implementation(OPERATION, implementation)
+    checks.check_matrix(OPERATION, "rows", rows)
+    checks.check_index(OPERATION, "index", index)
+    if not 0 <= dim <= rows.shape[1]:
+        raise ValueError(f"{OPERATION}: dim must lie in [0, {rows.shape[1]}] (the row's length), got {dim}")
+    if out is None:
+        out = torch.empty(index.numel(), dim, dtype=torch.float32)
+    else:
+        checks.check_matrix(OPERATION, "out", out)
+        if out.shape != (index.numel(), dim):
+            raise ValueError(f"{OPERATION}: out must have shape {[index.numel(), dim]}, got {list(out.shape)}")
+    chosen = native.gather_rows if implementation == "native" else reference.gather_rows
+    chosen(rows, index, dim, out)
+    return out

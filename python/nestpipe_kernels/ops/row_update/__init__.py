@@ -1,0 +1,93 @@
+"""row_update: apply gradients to buffer rows (embedding, optimizer state, update count) in place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...types import SparseOptimizer
+from .. import _row_checks as checks
+from . import native, reference
+
+__all__ = ["row_update"]
+
+OPERATION = "row_update"
+
+
+def row_update(
+    rows: Tensor,
+    grads: Tensor,
+    optimizer: SparseOptimizer,
+    step: int,
+    lr: float | Tensor,
+    mask: Tensor | None = None,
+    *,
+    implementation: str = "native",
+) -> None:
+    """Update rows in place; the count `updates` of each updated row grows by 1. Synchronous.
+
+    The optimizer is lazy: a row that is masked out keeps its embedding and its state. Nothing is remembered between
+    calls: bias correction follows from `step` (or from the row's own count) alone.
+
+    Args:
+        rows: float32 [U, row_floats] contiguous; `types.RowStore` has the layout of a row.
+        grads: float32 [U, dim], last dimension contiguous. dim follows from its shape.
+        optimizer: settings; its own `lr` is not used here.
+        step: 1 for the first update of the training; Adam's bias correction.
+        lr: learning rate, rounded to float32, or float32 [U] with one per row.
+        mask: bool or uint8 [U], 0 leaves the row untouched; None updates all.
+        implementation: "native" or "reference"; the same bits.
+
+    Raises:
+        TypeError: dtype or device of an argument. ValueError: shapes, step, learning rate, or an
+            optimizer without a rule.
+    """
+    checks.check_implementation(OPERATION, implementation)
+    checks.check_matrix(OPERATION, "rows", rows)
+    checks.check_matrix(OPERATION, "grads", grads)
+    num_rows, dim = grads.shape
+    if optimizer.name not in reference.RULES:
+        raise ValueError(
+            f"{OPERATION}: no rule for optimizer {optimizer.name!r}: choose one of {', '.join(reference.RULES)}"
+        )
+    if rows.shape[0] != num_rows:
+        raise ValueError(f"{OPERATION}: rows and grads must have as many rows, got {rows.shape[0]} and {num_rows}")
+    if not rows.is_contiguous():
+        raise ValueError(f"{OPERATION}: rows must be contiguous, got strides {list(rows.stride())}")
+    if dim < 1:
+        raise ValueError(f"{OPERATION}: grads must have at least one column, got shape {list(grads.shape)}")
+    needed = dim + optimizer.state_floats(dim) + 1
+    if rows.shape[1] < needed:
+        raise ValueError(
+            f"{OPERATION}: rows of {optimizer.name} with dim {dim} need at least {needed} floats, got {rows.shape[1]}"
+        )
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ValueError(f"{OPERATION}: step must be an integer >= 1 (1 for the first update), got {step!r}")
+    lr = _check_lr(lr, num_rows)
+    mask = _check_mask(mask, num_rows)
+    chosen = native.row_update if implementation == "native" else reference.row_update
+    chosen(rows, grads.detach(), optimizer, step, lr, mask)
+
+
+def _check_lr(lr: float | Tensor, num_rows: int) -> float | Tensor:
+    if not isinstance(lr, Tensor):
+        if not math.isfinite(lr):
+            raise ValueError(f"{OPERATION}: lr must be finite, got {lr!r}")
+        return float(lr)
+    if lr.dtype != torch.float32 or lr.device.type != "cpu":
+        raise TypeError(f"{OPERATION}: lr must be a float or a float32 CPU tensor, got {checks.describe(lr)}")
+    if lr.shape != (num_rows,):
+        raise ValueError(f"{OPERATION}: lr must have one entry per row ({num_rows}), got shape {list(lr.shape)}")
+    return lr.contiguous()
+
+
+def _check_mask(mask: Tensor | None, num_rows: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype not in (torch.bool, torch.uint8) or mask.device.type != "cpu":
+        raise TypeError(f"{OPERATION}: mask must be a bool or uint8 CPU tensor, got {checks.describe(mask)}")
+    if mask.shape != (num_rows,):
+        raise ValueError(f"{OPERATION}: mask must have one entry per row ({num_rows}), got shape {list(mask.shape)}")
+    return mask.contiguous()

@@ -1,0 +1,35 @@
+"""row_update through the extension (csrc/optim)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._native import core
+from ...types import SparseOptimizer
+from .._row_checks import pointer
+
+__all__ = ["row_update"]
+
+RULE_CODES = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3}
+
+
+def row_update(
+    rows: Tensor, grads: Tensor, optimizer: SparseOptimizer, step: int, lr: float | Tensor, mask: Tensor | None
+) -> None:
+    """Arguments as checked by the package."""
+    hyper = optimizer.hyper()
+    settings = (
+        RULE_CODES[optimizer.name],
+        hyper.get("eps", 0.0),
+        hyper.get("beta1", 0.0),
+        hyper.get("beta2", 0.0),
+        bool(hyper.get("bias_correction_by_row", 0.0)),
+        step,
+    )
+    row_lr = lr if isinstance(lr, Tensor) else None
+    core().row_update(
+        (pointer(rows), *rows.shape, grads.shape[1]),
+        (pointer(grads), grads.stride(0)),
+        (0.0 if isinstance(lr, Tensor) else lr, pointer(row_lr), pointer(mask)),
+        settings,
+    )
