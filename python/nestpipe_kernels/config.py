@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PipelineConfig", "default_threads", "environment"]
+__all__ = ["PipelineConfig", "default_threads", "environment", "process_environment"]
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 
@@ -15,6 +15,11 @@ SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 def environment(name: str, default: str) -> str:
     """The value of NESTPIPE_<name>, or `default`."""
     return os.environ.get(f"NESTPIPE_{name}", default)
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of all variables, for child processes and for what launchers set (RANK, MASTER_ADDR, ...)."""
+    return dict(os.environ)
 
 
 def default_threads() -> int:

@@ -9,6 +9,7 @@ exchange of varying size sends the sizes first, in an exchange of fixed size, an
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Sequence
@@ -197,5 +198,7 @@ class GlooHandle:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, without the native stack that torch appends."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What went wrong, without source locations, native stacks and general advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = re.sub(r"^\[[^\]]*:\d+\] *", "", line)
+    return line.partition(" This is ")[0].strip()

@@ -1,0 +1,51 @@
+"""The child's side: join the process group that the environment describes (our launcher's or torchrun's)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from nestpipe_kernels.config import process_environment
+from nestpipe_kernels.errors import CommunicationError
+
+__all__ = ["init_rank"]
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_rank(timeout_s: float = 300.0) -> tuple[int, int]:
+    """Initialise torch.distributed over gloo from the environment; (0, 1) without a launcher, nothing initialised.
+
+    Blocks until all ranks are there.
+
+    Args:
+        timeout_s: limit for joining and for collectives of the default group, seconds.
+
+    Returns:
+        (rank, world size).
+
+    Raises:
+        RuntimeError: the environment names a rank but not all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+        CommunicationError: the rendezvous did not answer, or not all ranks came in time.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    environment = process_environment()
+    missing = [name for name in REQUIRED if not environment.get(name)]
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        return 0, 1
+    if missing:
+        raise RuntimeError(
+            f"launch: {', '.join(missing)} missing in the environment; start ranks with torchrun or `nestpipe train "
+            "--nproc N`, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise CommunicationError(
+            f"launch: rank {environment['RANK']} of {environment['WORLD_SIZE']} could not join at "
+            f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']} within {timeout_s:g} s: {reason}"
+        ) from error
+    return dist.get_rank(), dist.get_world_size()
