@@ -1,0 +1,65 @@
+"""From a model's name and a data set to a model with open-vocabulary tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nestpipe_kernels.data.dataset import Dataset
+from nestpipe_kernels.models.dlrm import DLRM
+from nestpipe_kernels.types import UNBOUNDED, PoolingType, SparseOptimizer
+
+__all__ = ["build"]
+
+
+def build(
+    name: str,
+    dataset: Dataset,
+    optimizer: SparseOptimizer,
+    *,
+    seed: int = 0,
+    embedding_dim: int = 64,
+    bottom_mlp: Sequence[int] = (128, 64),
+    top_mlp: Sequence[int] = (256, 64),
+    device: torch.device | str | None = None,
+    process_group: Any = None,
+) -> DLRM:
+    """A model for the data set's features, over tables with an open vocabulary and mean pooling.
+
+    Args:
+        name: "dlrm".
+        dataset: says which tables and how many numbers there are.
+        optimizer: update rule of the tables.
+        seed: determines all initial values, alike on every rank and at any number of ranks.
+        embedding_dim: D of every table.
+        bottom_mlp: hidden sizes for the numbers; the last one is replaced by embedding_dim.
+        top_mlp: hidden sizes of the top MLP.
+        device: where the model lives; None for the CPU.
+        process_group: ranks that share the tables; None for the default group.
+
+    Raises:
+        ValueError: an unknown model or sizes that make no sense.
+    """
+    if name in ("hstu", "fuxi"):
+        raise ValueError(f"model {name} is not available yet: choose dlrm")
+    if name != "dlrm":
+        raise ValueError(f"unknown model {name!r}: choose dlrm")
+    from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
+
+    tables = [
+        EmbeddingBagConfig(
+            UNBOUNDED,
+            embedding_dim,
+            table.name,
+            feature_names=list(table.feature_names),
+            pooling=PoolingType.MEAN,
+        )
+        for table in dataset.tables
+    ]
+    collection = EmbeddingBagCollection(
+        tables, device=device, optimizer=optimizer, seed=seed, process_group=process_group
+    )
+    model = DLRM(collection, dataset.num_dense, (*bottom_mlp[:-1], embedding_dim), top_mlp, seed)
+    return model if device is None else model.to(device)
