@@ -1,0 +1,136 @@
+// Evens out the traffic of the middle parts: row sends come from first uses, gradient sends from
+// last uses.
+//
+// For every id a bit mask tells which parts use it, so its first and last part are the lowest and
+// highest bit. A proposed swap of two samples is priced by the ids that only one of them uses, and
+// kept if the sum of squares of all sets falls.
+#include "cluster_parts.h"
+
+namespace nestpipe::clustering {
+namespace {
+
+constexpr std::int64_t kMaxParts = 64;
+
+class Evener {
+ public:
+  Evener(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
+         std::vector<std::int64_t>& order);
+  void run(std::int64_t num_proposals, Random& random);
+
+ private:
+  void try_swap(std::int64_t at_s, std::int64_t at_t);
+  void move_unshared(std::int64_t s, std::int64_t t, std::int32_t from, std::int32_t to);
+  void move_id(std::int32_t id, std::int32_t from, std::int32_t to);
+  void count(std::uint64_t parts, std::int64_t by) {
+    first_[__builtin_ctzll(parts)] += by;
+    last_[63 - __builtin_clzll(parts)] += by;
+  }
+  std::int64_t unevenness() const {
+    std::int64_t sum = 0;
+    for (const std::int64_t rows : first_) sum += rows * rows;
+    for (const std::int64_t rows : last_) sum += rows * rows;
+    return sum;
+  }
+
+  const Incidence& in_;
+  const std::vector<std::int64_t>& part_begin_;
+  std::vector<std::int64_t>& order_;
+  std::int64_t num_parts_;
+  std::vector<std::int32_t> part_at_;  // by position
+  std::vector<std::int32_t> users_;    // [id, part]
+  std::vector<std::uint64_t> parts_of_;
+  std::vector<std::int64_t> first_, last_;  // rows by part
+  std::vector<std::uint32_t> mark_of_;
+  std::uint32_t mark_ = 0;
+};
+
+Evener::Evener(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
+               std::vector<std::int64_t>& order)
+    : in_(incidence),
+      part_begin_(part_begin),
+      order_(order),
+      num_parts_(static_cast<std::int64_t>(part_begin.size()) - 1),
+      part_at_(order.size()),
+      users_((incidence.sample_begin.size() - 1) * static_cast<std::size_t>(num_parts_), 0),
+      parts_of_(incidence.sample_begin.size() - 1, 0),
+      first_(static_cast<std::size_t>(num_parts_), 0),
+      last_(static_cast<std::size_t>(num_parts_), 0),
+      mark_of_(incidence.sample_begin.size() - 1, 0) {
+  for (std::int32_t part = 0; part < num_parts_; ++part) {
+    for (std::int64_t at = part_begin[part]; at < part_begin[part + 1]; ++at) {
+      const std::int64_t s = order[at];
+      part_at_[at] = part;
+      first_[part] += in_.alone[s];
+      last_[part] += in_.alone[s];
+      for (std::int64_t i = in_.id_begin[s]; i < in_.id_begin[s + 1]; ++i) {
+        ++users_[in_.ids[i] * num_parts_ + part];
+        parts_of_[in_.ids[i]] |= std::uint64_t{1} << part;
+      }
+    }
+  }
+  for (const std::uint64_t parts : parts_of_) {
+    if (parts != 0) count(parts, 1);
+  }
+}
+
+void Evener::run(std::int64_t num_proposals, Random& random) {
+  const std::int64_t begin = part_begin_[1], size = part_begin_[num_parts_ - 1] - begin;
+  if (size == 0) return;
+  for (std::int64_t i = 0; i < num_proposals; ++i) {
+    const IndexPair drawn = draw_pair(random, size, size);
+    try_swap(begin + drawn.first, begin + drawn.second);
+  }
+}
+
+void Evener::try_swap(std::int64_t at_s, std::int64_t at_t) {
+  const std::int32_t p = part_at_[at_s], q = part_at_[at_t];
+  if (p == q) return;
+  const std::int64_t s = order_[at_s], t = order_[at_t];
+  const std::int64_t before = unevenness();
+  move_unshared(s, t, p, q);
+  move_unshared(t, s, q, p);
+  if (unevenness() < before) {
+    order_[at_s] = t;
+    order_[at_t] = s;
+    return;
+  }
+  move_unshared(s, t, q, p);
+  move_unshared(t, s, p, q);
+}
+
+// Moves the ids of s that t does not use.
+void Evener::move_unshared(std::int64_t s, std::int64_t t, std::int32_t from, std::int32_t to) {
+  ++mark_;
+  for (std::int64_t i = in_.id_begin[t]; i < in_.id_begin[t + 1]; ++i) mark_of_[in_.ids[i]] = mark_;
+  for (std::int64_t i = in_.id_begin[s]; i < in_.id_begin[s + 1]; ++i) {
+    if (mark_of_[in_.ids[i]] != mark_) move_id(in_.ids[i], from, to);
+  }
+  first_[from] -= in_.alone[s];
+  last_[from] -= in_.alone[s];
+  first_[to] += in_.alone[s];
+  last_[to] += in_.alone[s];
+}
+
+void Evener::move_id(std::int32_t id, std::int32_t from, std::int32_t to) {
+  const std::uint64_t before = parts_of_[id];
+  std::uint64_t after = before;
+  std::int32_t* users = users_.data() + id * num_parts_;
+  if (--users[from] == 0) after &= ~(std::uint64_t{1} << from);
+  if (++users[to] == 1) after |= std::uint64_t{1} << to;
+  if (after == before) return;
+  parts_of_[id] = after;
+  count(before, -1);
+  count(after, 1);
+}
+
+}  // namespace
+
+void even_out(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
+              std::int64_t num_proposals, Random& random, std::vector<std::int64_t>& order) {
+  const auto num_parts = static_cast<std::int64_t>(part_begin.size()) - 1;
+  // Fewer than two middle parts leave nothing to swap.
+  if (num_parts < 4 || num_parts > kMaxParts) return;
+  Evener(incidence, part_begin, order).run(num_proposals, random);
+}
+
+}  // namespace nestpipe::clustering

@@ -1,0 +1,60 @@
+"""Checks of the arguments that operations on keys share: dtype, shape, device, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_implementation", "check_vector", "key_vector", "pointer", "table_vector"]
+
+MAX_KEYS = 2**31 - 1
+IMPLEMENTATIONS = ("native", "reference")
+
+
+def check_implementation(op: str, implementation: str) -> None:
+    """Raise ValueError unless `implementation` is one that `op` has."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: unknown implementation {implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def check_vector(
+    op: str, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None
+) -> Tensor:
+    """`value` as it is, once it is known to be a CPU vector of one of `dtypes` (and of `size`); else raise."""
+    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a {wanted} tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        got = str(value.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be {wanted}, got {got} (shape {list(value.shape)})")
+    if value.dim() != 1:
+        raise ValueError(
+            f"{op}: {name} must have one dimension, got shape {list(value.shape)}; flatten it with .reshape(-1)"
+        )
+    if value.device.type != "cpu":
+        raise ValueError(f"{op}: {name} must be on the CPU, got {value.device}; move it with .cpu()")
+    if size is not None and value.numel() != size:
+        raise ValueError(f"{op}: {name} must have {size} entries, got {value.numel()}")
+    return value
+
+
+def key_vector(op: str, name: str, keys: Tensor) -> Tensor:
+    """Keys as contiguous int64; int32 is widened, nothing is ever narrowed."""
+    if isinstance(keys, Tensor) and keys.dtype == torch.int32:
+        keys = keys.to(torch.int64)
+    check_vector(op, name, keys, (torch.int64,))
+    if keys.numel() > MAX_KEYS:
+        raise ValueError(f"{op}: {name} must have at most {MAX_KEYS} entries, got {keys.numel()}; split the call")
+    return keys.contiguous()
+
+
+def table_vector(op: str, name: str, tables: Tensor | None, size: int) -> Tensor | None:
+    """Tables of `size` keys as contiguous int32, or None where all keys belong to one table."""
+    if tables is None:
+        return None
+    return check_vector(op, name, tables, (torch.int32,), size).contiguous()
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Address for native code; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
