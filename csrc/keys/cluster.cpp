@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cluster_parts.h"
+#include "nestpipe/hash.h"
 
 namespace nestpipe {
 namespace {
@@ -35,6 +36,21 @@ Groups make_groups(const std::vector<std::int64_t>& part_begin, ClusterObjective
     return {part_begin, std::vector<std::uint8_t>(num_parts, 1)};
   }
   return {{0, part_begin[1], part_begin[num_parts - 1], part_begin[num_parts]}, {1, 0, 1}};
+}
+
+// Orders samples by the smallest hash of the ids they share with others (a one-value min-hash):
+// samples with the same ids meet at once, which small swaps alone would not find where many samples
+// use exactly the same ids.
+void sort_by_min_hash(const Incidence& incidence, std::uint64_t seed,
+                      std::vector<std::int64_t>& order) {
+  std::vector<std::uint64_t> least(order.size(), ~std::uint64_t{0});
+  for (std::int64_t s = 0; s < incidence.num_samples(); ++s) {
+    for (std::int64_t i = incidence.id_begin[s]; i < incidence.id_begin[s + 1]; ++i)
+      least[s] = std::min(least[s], hash_key(seed, incidence.ids[i]));
+  }
+  std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+    return least[a] != least[b] ? least[a] < least[b] : a < b;
+  });
 }
 
 // Cost of an order: what the objective minimises first, then the unevenness of first-use and
@@ -87,11 +103,11 @@ void cluster(const ClusterProblem& problem, ClusterObjective objective, std::uin
   {
     const Incidence incidence(problem);
     Random random(seed);
+    sort_by_min_hash(incidence, seed, found);
     const auto budget = std::min(kProposalsPerSample * problem.num_samples, kMaxProposals);
     clustering::anneal(incidence, make_groups(part_begin, objective), budget, random, found);
     if (objective == ClusterObjective::kSendOnce) {
-      // The middle starts from the caller's order.
-      std::sort(found.begin() + part_begin[1], found.begin() + part_begin[problem.num_parts - 1]);
+      clustering::sort_middle(incidence, part_begin, found);
       clustering::even_out(incidence, part_begin, kEvenProposalsPerSample * problem.num_samples,
                            random, found);
     }

@@ -18,8 +18,9 @@
 namespace nestpipe::clustering {
 namespace {
 
-// Temperature in units of 2^-16 rows at the start; falls linearly to 0.
-constexpr std::int64_t kFirstTemperature = 3 << 16;
+// At the start, in units of 2^-16 rows; falls linearly to 0. Higher ones accept more swaps, take
+// longer and end no lower.
+constexpr std::int64_t kFirstTemperature = 3 << 14;
 
 std::int64_t allowed_worsening(std::uint64_t word, std::int64_t temperature) {
   const int zeros = __builtin_clzll(word | 1);

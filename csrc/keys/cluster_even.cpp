@@ -4,6 +4,8 @@
 // For every id a bit mask tells which parts use it, so its first and last part are the lowest and
 // highest bit. A proposed swap of two samples is priced by the ids that only one of them uses, and
 // kept if the sum of squares of all sets falls.
+#include <algorithm>
+
 #include "cluster_parts.h"
 
 namespace nestpipe::clustering {
@@ -124,6 +126,33 @@ void Evener::move_id(std::int32_t id, std::int32_t from, std::int32_t to) {
 }
 
 }  // namespace
+
+void sort_middle(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
+                 std::vector<std::int64_t>& order) {
+  const std::size_t num_parts = part_begin.size() - 1;
+  if (num_parts < 3) return;
+  // An id pulls towards the end by 1 where the last part uses it, towards the start where the first
+  // does.
+  std::vector<std::int8_t> in_first(incidence.sample_begin.size() - 1, 0), in_last(in_first);
+  const auto mark_part = [&](std::size_t part, std::vector<std::int8_t>& in_part) {
+    for (std::int64_t at = part_begin[part]; at < part_begin[part + 1]; ++at) {
+      const std::int64_t s = order[at];
+      for (std::int64_t i = incidence.id_begin[s]; i < incidence.id_begin[s + 1]; ++i)
+        in_part[incidence.ids[i]] = 1;
+    }
+  };
+  mark_part(0, in_first);
+  mark_part(num_parts - 1, in_last);
+  std::vector<std::int32_t> pull(order.size(), 0);
+  for (std::int64_t s = 0; s < incidence.num_samples(); ++s) {
+    for (std::int64_t i = incidence.id_begin[s]; i < incidence.id_begin[s + 1]; ++i)
+      pull[s] += in_last[incidence.ids[i]] - in_first[incidence.ids[i]];
+  }
+  std::sort(order.begin() + part_begin[1], order.begin() + part_begin[num_parts - 1],
+            [&](std::int64_t a, std::int64_t b) {
+              return pull[a] != pull[b] ? pull[a] < pull[b] : a < b;
+            });
+}
 
 void even_out(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
               std::int64_t num_proposals, Random& random, std::vector<std::int64_t>& order) {

@@ -51,6 +51,12 @@ struct Groups {
 void anneal(const Incidence& incidence, const Groups& groups, std::int64_t num_proposals,
             Random& random, std::vector<std::int64_t>& order);
 
+// Orders the samples between the first and the last part: those that share more ids with the first
+// part than with the last come first (few of their ids are used for the first time there), those
+// nearer to the last part come last. Ties keep sample order.
+void sort_middle(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,
+                 std::vector<std::int64_t>& order);
+
 // Swaps samples between parts 1 .. num_parts - 2 while that lowers the sum of squares of the parts'
 // first-use and last-use sets. At most 64 parts (else does nothing).
 void even_out(const Incidence& incidence, const std::vector<std::int64_t>& part_begin,

@@ -17,9 +17,7 @@ def check_implementation(op: str, implementation: str) -> None:
         raise ValueError(f"{op}: unknown implementation {implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def check_vector(
-    op: str, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None
-) -> Tensor:
+def check_vector(op: str, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None) -> Tensor:
     """`value` as it is, once it is known to be a CPU vector of one of `dtypes` (and of `size`); else raise."""
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ __all__ = ["cluster", "cluster_cost", "partition_sizes"]
 PROPOSALS_PER_SAMPLE = 200
 MAX_PROPOSALS = 2**20
 PROPOSALS_PER_TEMPERATURE = 256
-FIRST_TEMPERATURE = 3 << 16
+FIRST_TEMPERATURE = 3 << 14
 EVEN_PROPOSALS_PER_SAMPLE = 4
 MAX_EVEN_PARTS = 64
 WORD = 2**64 - 1
@@ -38,9 +41,7 @@ def cluster_cost(order: Tensor, sample_offsets: Tensor, ids: Tensor, num_parts: 
     return _cost(_split(order.tolist(), num_parts), samples)
 
 
-def cluster(
-    sample_offsets: Tensor, ids: Tensor, num_ids: int, num_parts: int, objective: str, seed: int
-) -> Tensor:
+def cluster(sample_offsets: Tensor, ids: Tensor, num_ids: int, num_parts: int, objective: str, seed: int) -> Tensor:
     """As `nestpipe_kernels.ops.cluster.cluster`, for checked arguments."""
     samples = _samples(sample_offsets, ids)
     size = len(samples)
@@ -48,15 +49,14 @@ def cluster(
     if size < 2 or num_parts < 2:
         return torch.tensor(identity, dtype=torch.int64)
     random = _Random(seed)
-    order = list(identity)
+    order = _by_min_hash(samples, seed)
     sizes = partition_sizes(size, num_parts)
     group_sizes, counted = sizes, [True] * num_parts
     if objective == "send_once" and num_parts > 2:
         group_sizes, counted = [sizes[0], sum(sizes[1:-1]), sizes[-1]], [True, False, True]
     _anneal(order, samples, group_sizes, counted, random)
     if objective == "send_once":
-        middle = slice(sizes[0], size - sizes[-1])
-        order[middle] = sorted(order[middle])
+        _sort_middle(order, samples, sizes)
         if 4 <= num_parts <= MAX_EVEN_PARTS:
             _even_out(order, samples, num_parts, random)
     order = [sample for part in _split(order, num_parts) for sample in sorted(part)]
@@ -67,7 +67,7 @@ def cluster(
 
 def _samples(sample_offsets: Tensor, ids: Tensor) -> list[set[int]]:
     bounds, values = sample_offsets.tolist(), ids.tolist()
-    return [set(values[begin:end]) for begin, end in zip(bounds[:-1], bounds[1:])]
+    return [set(values[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 def _split(order: list[int], num_parts: int) -> list[list[int]]:
@@ -109,6 +109,13 @@ def _price(order: list[int], samples: list[set[int]], num_parts: int, objective:
     return len(used[0]) + len(used[-1]), _unevenness(parts, samples)
 
 
+def _by_min_hash(samples: list[set[int]], seed: int) -> list[int]:
+    """Samples by the smallest hash of the ids that they share with others."""
+    users = Counter(id_ for sample in samples for id_ in sample)
+    least = [min((_mix(id_ ^ seed) for id_ in sample if users[id_] > 1), default=WORD) for sample in samples]
+    return sorted(range(len(samples)), key=lambda sample: (least[sample], sample))
+
+
 def _anneal(
     order: list[int], samples: list[set[int]], group_sizes: list[int], counted: list[bool], random: _Random
 ) -> None:
@@ -137,6 +144,17 @@ def _anneal(
             order[at], order[other] = order[other], order[at]
 
 
+def _sort_middle(order: list[int], samples: list[set[int]], sizes: list[int]) -> None:
+    """Samples between first and last part: those nearer to the first part first."""
+    if len(sizes) < 3:
+        return
+    begin, end = sizes[0], len(order) - sizes[-1]
+    first, last = _ids_of(order[:begin], samples), _ids_of(order[end:], samples)
+    order[begin:end] = sorted(
+        order[begin:end], key=lambda sample: (len(samples[sample] & last) - len(samples[sample] & first), sample)
+    )
+
+
 def _even_out(order: list[int], samples: list[set[int]], num_parts: int, random: _Random) -> None:
     """Swaps between middle parts that lower the sum of squares of first-use and last-use sets."""
     part_at = [part for part, size in enumerate(partition_sizes(len(order), num_parts)) for _ in range(size)]
@@ -156,6 +174,15 @@ def _even_out(order: list[int], samples: list[set[int]], num_parts: int, random:
             order[first], order[second] = order[second], order[first]
 
 
+def _mix(x: int) -> int:
+    """mix64 of csrc/include/nestpipe/hash.h."""
+    x ^= x >> 32
+    x = x * 0x9FB21C651E98DF25 & WORD
+    x ^= x >> 29
+    x = x * 0xD6E8FEB86659FD93 & WORD
+    return x ^ (x >> 32)
+
+
 class _Random:
     """The random numbers of native clustering: a counter, mixed."""
 
@@ -164,12 +191,7 @@ class _Random:
 
     def word(self) -> int:
         self.state = (self.state + 0x9E3779B97F4A7C15) & WORD
-        x = self.state
-        x ^= x >> 32
-        x = x * 0x9FB21C651E98DF25 & WORD
-        x ^= x >> 29
-        x = x * 0xD6E8FEB86659FD93 & WORD
-        return x ^ (x >> 32)
+        return _mix(self.state)
 
     def pair(self, first_bound: int, second_bound: int) -> tuple[int, int]:
         word = self.word()
