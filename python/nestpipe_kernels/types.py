@@ -256,6 +256,13 @@ class EmbeddingModule(Protocol):
 
     lookup_context: LookupContext | None
     """Set by a pipeline (or a probe) while it runs the model; forward asks it first."""
+    before_outside_access: Callable[[], None] | None
+    """Set by a pipeline: called before anything outside of it reads or writes the module's rows."""
+
+    @property
+    def communicator(self) -> Any:
+        """The comm.Communicator that the module's rows are sharded over."""
+        ...
 
     def row_stores(self) -> Sequence[RowStore]: ...
 

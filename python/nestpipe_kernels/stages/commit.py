@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops.finite_rows import finite_rows
 from ..ops.row_update import row_update
-from ..ops.scatter_rows import scatter_add_rows
+from ..ops.scatter_add_rows import scatter_add_rows
 from ..types import RowStore
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
 from .state import BatchState, RankState, Verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from ..comm.router import Transfer
 from ..errors import CaptureError
 from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward
-from ..ops.scatter_rows import scatter_add_rows, scatter_rows, zero_rows
+from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
 from .lookup_function import run_lookup
 from .messages import join_rows, split_rows
+from .routing import concat_keys
 from .state import BatchState, MicroBatch, RankState, StorePlan, concat_counts
 
-__all__ = ["MicroContext", "accumulate_gradients", "forward", "forward_backward", "recv_grads", "send_grads", "send_rows"]
+__all__ = ["MicroContext", "accumulate_gradients", "forward", "forward_backward", "land_rows", "recv_grads", "send_grads", "send_rows"]
 
 
 def _per_peer(transfers: list[Transfer]) -> list[list[int]]:
@@ -45,7 +47,8 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     batch.post("rows", micro, handle)
 
 
-def _land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
+def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Wait for the rows of a micro-batch and put them where its lookups find them."""
     dims = [b.store.dim for b in rank.bindings]
     moves = [plan.rows[micro] for plan in batch.plans]
     rows, _ = split_rows(batch.land("rows", micro), _per_peer(moves), dims, False, rank.communicator.size)
@@ -63,6 +66,8 @@ class MicroContext:
         self._next = dict.fromkeys(rank.modules, 0)
         self.gradients: dict[tuple[str, int], list[list[Tensor | None]]] = {}
         """(module, call) -> per store, per segment: gradient of the segment's bags."""
+        self.used: dict[tuple[str, int], LookupCall] = {}
+        """Calls as they happened, where that differs from the plan."""
         self._rows: dict[str, list[Tensor]] = {name: [] for name in rank.modules}
         self._slots: dict[str, list[list[Tensor]]] = {name: [] for name in rank.modules}
         for binding, plan in zip(rank.bindings, plans):
@@ -83,13 +88,26 @@ class MicroContext:
         self._rank.inputs.check(name, call_index, planned[call_index], features)
         self._next[name] = call_index + 1
         call = self._micro.calls[name][call_index]
-        call.weights = module.plan_call(features).weights if call.weights is not None else None
+        call = self._with_live_weights(name, call_index, call, features)
         slots = [per_call[call_index] for per_call in self._slots[name]]
 
         def keep(_: LookupCall, grads: list[list[Tensor | None]]) -> None:
             self.gradients[name, call_index] = grads
 
-        return run_lookup(call, self._rows[name], slots, keep)
+        tables = [list(store.tables) for store in module.row_stores()]
+        return run_lookup(call, self._rows[name], slots, keep, tables)
+
+    def _with_live_weights(self, name: str, call_index: int, call: LookupCall, features: Any) -> LookupCall:
+        """Only keys are known ahead; per-sample weights are the ones that the model passes now, with their graph."""
+        if call.weights is None:
+            return call
+        weights = features.weights_or_none()
+        stores = [
+            keys if positions is None else replace(keys, weights=weights.detach().to(torch.float32)[positions])
+            for keys, positions in zip(call.stores, call.weight_positions)
+        ]
+        self.used[name, call_index] = live = replace(call, stores=stores, weights=weights)
+        return live
 
     def finish(self) -> None:
         """Every planned call must have happened: otherwise its rows would count as touched for nothing."""
@@ -132,7 +150,11 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
             for k, call in enumerate(calls):
                 given = context.gradients.get((binding.module_name, k))
                 grads += given[binding.index] if given else [None] * len(call.stores[binding.index].segment_modes)
-            accumulate_gradients(plan, plan.occurrences[number], plan.source.slots[number], grads)
+            keys = plan.occurrences[number]
+            if context.used:
+                live = [context.used.get((binding.module_name, k), call) for k, call in enumerate(calls)]
+                keys = concat_keys([call.stores[binding.index] for call in live])
+            accumulate_gradients(plan, keys, plan.source.slots[number], grads)
 
 
 def accumulate_gradients(plan: StorePlan, keys: StoreKeys, slots: Tensor, grads: list[Tensor | None]) -> None:
@@ -152,7 +174,7 @@ def accumulate_gradients(plan: StorePlan, keys: StoreKeys, slots: Tensor, grads:
 
 def forward_backward(rank: RankState, batch: BatchState, micro: int) -> None:
     """Land the rows of this micro-batch and train the model on it; the lookup's gradients go to the accumulators."""
-    _land_rows(rank, batch, micro)
+    land_rows(rank, batch, micro)
     if micro == 0:
         for _, parameter in rank.dense_parameters:
             parameter.grad = None
@@ -164,7 +186,7 @@ def forward_backward(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def forward(rank: RankState, batch: BatchState, micro: int) -> None:
     """Land the rows of this micro-batch and run the model without gradients."""
-    _land_rows(rank, batch, micro)
+    land_rows(rank, batch, micro)
     if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
         return
     with batch.guard(rank.communicator.rank, "forward"):

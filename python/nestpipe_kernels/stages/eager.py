@@ -1,0 +1,135 @@
+"""Modules without a pipeline: the same stages, run in place. Rows in forward, one update at the end of backward.
+
+Order of a step, alike on all ranks: forward of each call exchanges keys and rows; when backward is through, all calls that it reached are one
+list (in call order) whose gradients are exchanged and applied once. The step count of the module advances with every such update. Collectives
+happen in call order, so every rank must make the same calls, with empty inputs if it has no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteGradientError, RemoteRankError
+from ..ops.owners import default_slice_owner
+from ..types import EmbeddingModule, LookupCall, PoolingType
+from . import commit, retrieval, routing, window
+from .lookup_function import run_lookup
+from .state import BatchState, RankState, bind_stores
+
+__all__ = ["EagerContext", "eager_context"]
+
+
+class EagerContext:
+    """Answers the lookups of one module by exchanging with the other ranks at once."""
+
+    def __init__(self, module: EmbeddingModule, name: str = "embedding") -> None:
+        self._module = module
+        communicator = module.communicator
+        modules = {name: module}
+        self._rank = RankState(communicator, modules, bind_stores(modules), default_slice_owner(communicator.size))
+        self._name = name
+        self._exchanges = 0
+        self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []
+        self._calls = 0
+
+    def lookup(self, module: EmbeddingModule, features: Any) -> Any:
+        """Exchange keys and rows for `features` and pool them. Collective."""
+        training = torch.is_grad_enabled() and bool(getattr(module, "training", True))
+        batch, call = self._begin("forward", features)
+        routing.exchange_keys(self._rank, batch, 0)
+        self._check(batch)
+        assert call is not None
+        (retrieval.retrieve if training else retrieval.find)(self._rank, batch, 0)
+        retrieval.gather_all(self._rank, batch, 0)
+        window.send_rows(self._rank, batch, 0)
+        window.land_rows(self._rank, batch, 0)
+        self._raise_own(batch)
+        self._calls += 1
+        order = self._calls
+
+        def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
+            if not self._reached:
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            self._reached.append((order, which, grads))
+
+        received = [plan.received for plan in batch.plans]
+        slots = [plan.source.slots[0] for plan in batch.plans]
+        tables = [list(b.store.tables) for b in self._rank.bindings]
+        return run_lookup(call, received, slots, reached, tables)
+
+    def _begin(self, stage: str, features: Any) -> tuple[BatchState, LookupCall | None]:
+        """Plan a call and announce it; bad input is announced as a failure, so that no rank waits for this one."""
+        batch = self._new_batch(stage)
+        call: LookupCall | None = None
+        with batch.guard(self._rank.communicator.rank, stage):
+            call = self._module.plan_call(features)
+        self._announce(batch, [call] if call is not None else [])
+        return batch, call
+
+    def _new_batch(self, stage: str) -> BatchState:
+        self._exchanges += 1
+        return BatchState(self._exchanges, f"eager/{stage}{self._exchanges}", has_batch=True)
+
+    def _announce(self, batch: BatchState, calls: Sequence[LookupCall]) -> None:
+        batch.plans = routing.plan_keys(self._rank, [{self._name: list(calls)}])
+        routing.announce(self._rank, batch)
+
+    def _check(self, batch: BatchState) -> None:
+        """After the announcements: raise what failed, here or elsewhere; nothing has changed."""
+        self._raise_own(batch)
+        if batch.remote is not None:
+            raise RemoteRankError(batch.remote.rank, batch.remote.stage, batch.index, batch.remote.message)
+
+    def _raise_own(self, batch: BatchState) -> None:
+        if batch.failure is not None and batch.failure.error is not None:
+            raise batch.failure.error
+
+    def _finish(self) -> None:
+        """End of backward: gradients of every call that it reached, in call order, to the owners; one update."""
+        reached = sorted(self._reached, key=lambda entry: entry[0])
+        self._reached = []
+        with torch.no_grad():
+            self._update([call for _, call, _ in reached], [grads for _, _, grads in reached])
+
+    def _update(self, calls: list[LookupCall], gradients: list[list[list[Tensor | None]]]) -> None:
+        rank, batch = self._rank, self._new_batch("backward")
+        self._announce(batch, calls)
+        routing.exchange_keys(rank, batch, 0)
+        self._check(batch)
+        retrieval.find(rank, batch, 0)
+        retrieval.gather_all(rank, batch, 0)
+        if any(PoolingType.MAX.code in plan.occurrences[0].segment_modes for plan in batch.plans):
+            # Max pooling must see its rows again: this exchange has its own slots.
+            window.send_rows(rank, batch, 0)
+            window.land_rows(rank, batch, 0)
+        with batch.guard(rank.communicator.rank, "backward"):
+            for k, plan in enumerate(batch.plans):
+                grads = [grad for call in gradients for grad in call[k]]
+                window.accumulate_gradients(plan, plan.occurrences[0], plan.source.slots[0], grads)
+        window.send_grads(rank, batch, 0)
+        window.recv_grads(rank, batch, 0)
+        commit.reduce_grads(rank, batch, 0)
+        commit.post_flags(rank, batch, 0)
+        commit.verdict(rank, batch, 0)
+        assert batch.verdict is not None
+        if not batch.verdict.ok:
+            self._raise_own(batch)
+            if batch.verdict.failure is not None:
+                failure = batch.verdict.failure
+                raise RemoteRankError(failure.rank, failure.stage, batch.index, failure.message)
+            raise NonFiniteGradientError(f"backward: {batch.verdict.non_finite} are not finite; no row was changed")
+        commit.update(rank, batch, 0)
+        retrieval.write_back(rank, batch, 0)
+
+
+def eager_context(module: EmbeddingModule) -> EagerContext:
+    """The module's own context, made on first use."""
+    context = getattr(module, "_eager_context", None)
+    if context is None or context._rank.communicator is not module.communicator:
+        context = EagerContext(module)
+        object.__setattr__(module, "_eager_context", context)
+    return context

@@ -1,0 +1,1 @@
+"""Tools that prove exactness: the explorer (any order of a stage graph, one thread) and the oracle (one process, a dict)."""

@@ -1,0 +1,205 @@
+"""The oracle: plays the micro-batches of all ranks in one process, rows in a dict, sums in the written order.
+
+It shares nothing with stages, router, stores, buffers or lanes; of the project it uses the references of pooling, row gradient, row update and initial
+values alone. Its answer is what every schedule must give, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.lookup_pool import reference as pooling
+from ..ops.row_update import reference as updating
+from ..types import PoolingType
+
+__all__ = ["Oracle", "OracleLookup", "OracleTable"]
+
+
+@dataclass(frozen=True)
+class OracleTable:
+    """One table: which features read it, how they pool, how its rows start and change."""
+
+    name: str
+    dim: int
+    features: tuple[str, ...]
+    mode: int
+    init: Any
+    optimizer: Any
+    seed: int = 0
+    trainable: bool = True
+
+
+@dataclass
+class _Bag:
+    """One bag as the model saw it: rows' keys, weights, output (a leaf with a gradient after backward)."""
+
+    table: OracleTable
+    keys: list[int]
+    weights: Tensor | None
+    rows: Tensor
+    output: Tensor
+
+
+class OracleLookup(nn.Module):
+    """Stands where the model has its embedding module; returns {feature: float32 [samples, dim]}."""
+
+    def __init__(self, tables: Sequence[OracleTable], rows: dict[tuple[str, int], Tensor]) -> None:
+        super().__init__()
+        self.tables = tables
+        self._row_of = rows
+        self.calls: list[list[_Bag]] = []
+
+    def forward(self, bags: dict[str, list[tuple[list[int], list[float] | None]]]) -> dict[str, Tensor]:
+        call: list[_Bag] = []
+        outputs: dict[str, list[Tensor]] = {}
+        for table in self.tables:
+            for feature in table.features:
+                for keys, weights in bags[feature]:
+                    rows = torch.stack([self._row_of[table.name, k][: table.dim] for k in keys]) if keys else None
+                    rows = torch.empty(0, table.dim) if rows is None else rows
+                    w = None if weights is None else torch.tensor(weights, dtype=torch.float32)
+                    pooled = pooling.pool(rows, torch.tensor([0, len(keys)]), table.mode, w)
+                    call.append(_Bag(table, keys, w, rows, pooled[0].detach().requires_grad_()))
+                    outputs.setdefault(feature, []).append(call[-1].output)
+        self.calls.append(call)
+        return {f: torch.stack(v) if v else torch.empty(0, 0) for f, v in outputs.items()}
+
+
+@dataclass
+class Oracle:
+    """All ranks of a run.
+
+    Attributes:
+        tables: every table.
+        models: one per rank, alike; each holds one OracleLookup, everything else is dense.
+        optimizers: torch optimizers of the dense parameters, one per rank.
+        run_model: (model, micro-batch) -> (loss, weight or None); the model hands bags of keys to its OracleLookup.
+        keys_of: micro-batch -> {table: its keys}.
+    """
+
+    tables: Sequence[OracleTable]
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    run_model: Callable[[nn.Module, Any], tuple[Tensor, Any]]
+    keys_of: Callable[[Any], dict[str, list[int]]]
+    num_micro_batches: int
+    average: bool = True
+    rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    losses: list[list[float]] = field(default_factory=list)
+    step: int = 0
+
+    def play(
+        self, draw: Callable[[int], Any], parts: Callable[[int, int, Any], list[tuple[int, Any]]], batches: int
+    ) -> None:
+        """Train `batches` steps. `draw(rank)` is the next batch or None; `parts(t, rank, batch)` its N (size, micro-batch)."""
+        ahead = [draw(r) for r in range(len(self.models))]
+        for t in range(batches):
+            now, ahead = ahead, [draw(r) for r in range(len(self.models))]
+            micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(now)]
+            self._insert([m for rank in micros for m in rank])
+            self._train(micros)
+
+    def _insert(self, micros: Sequence[tuple[int, Any]]) -> None:
+        for size, micro in micros:
+            if size:
+                for table in self.tables:
+                    for key in self.keys_of(micro).get(table.name, []):
+                        if (table.name, key) not in self.rows:
+                            self.rows[table.name, key] = _new_row(table, key)
+
+    def _train(self, micros: Sequence[Sequence[tuple[int, Any]]]) -> None:
+        world = len(self.models)
+        per_rank = [self._rank(r, micros[r]) for r in range(world)]
+        self.losses.append([loss for _, loss, _ in per_rank])
+        total: dict[tuple[str, int], Tensor] = {}
+        for gradients, _, divisor in per_rank:
+            for row, gradient in gradients.items():
+                part = gradient / divisor if divisor != 1.0 else gradient
+                total[row] = total.get(row, torch.zeros_like(gradient)) + part
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                parameter.grad = self._dense(name, [d for _, _, d in per_rank])
+        self.step += 1
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for (name, key), gradient in total.items():
+            table = next(t for t in self.tables if t.name == name)
+            if table.trainable:
+                mean = gradient / world if world > 1 else gradient
+                row = self.rows[name, key].clone().view(1, -1)
+                updating.row_update(row, mean.view(1, -1), table.optimizer, self.step, table.optimizer.lr, None)
+                self.rows[name, key] = row[0]
+
+    def _dense(self, name: str, divisors: Sequence[float]) -> Tensor | None:
+        grads = [self._dense_grads[r].get(name) for r in range(len(self.models))]
+        if all(g is None for g in grads):
+            return None
+        like = next(g for g in grads if g is not None)
+        total = torch.zeros_like(like)
+        for gradient, divisor in zip(grads, divisors):
+            if gradient is not None:
+                total = total + (gradient / divisor if divisor != 1.0 else gradient)
+        return total / len(self.models)
+
+    def _rank(
+        self, rank: int, micros: Sequence[tuple[int, Any]]
+    ) -> tuple[dict[tuple[str, int], Tensor], float, float]:
+        """One rank's row gradients, loss and divisor; its dense gradients are kept for the average."""
+        model, n = self.models[rank], sum(size for size, _ in micros)
+        for parameter in model.parameters():
+            parameter.grad = None
+        total: dict[tuple[str, int], Tensor] = {}
+        weights: list[float] = []
+        loss_sum = torch.zeros(())
+        for size, micro in micros:
+            if not size:
+                continue
+            lookup = next(m for m in model.modules() if isinstance(m, OracleLookup))
+            lookup.calls.clear()
+            lookup._row_of = self.rows
+            loss, weight = self.run_model(model, micro)
+            coefficient = float(weight) if weight is not None else (size / n if self.average else 1.0)
+            weights += [coefficient] if weight is not None else []
+            (loss * coefficient).backward()
+            loss_sum = loss_sum + loss.detach() * coefficient
+            for row, gradient in _row_gradients(lookup.calls).items():
+                total[row] = total.get(row, torch.zeros_like(gradient)) + gradient
+        self._dense_grads[rank] = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+        divisor = sum(weights) if weights else 1.0
+        return total, float(loss_sum / divisor), divisor
+
+    def __post_init__(self) -> None:
+        self._dense_grads: dict[int, dict[str, Tensor]] = {}
+
+
+def _row_gradients(calls: Sequence[Sequence[_Bag]]) -> dict[tuple[str, int], Tensor]:
+    """Per row: its occurrences by (call, feature, sample, position), summed as the written rule says."""
+    found: dict[tuple[str, int], list[Tensor]] = {}
+    for bag in (bag for call in calls for bag in call):
+        grad = bag.output.grad if bag.output.grad is not None else torch.zeros_like(bag.output)
+        for position, part in enumerate(_occurrence_gradients(bag, grad)):
+            found.setdefault((bag.table.name, bag.keys[position]), []).append(part)
+    return {row: pooling.row_gradient(torch.stack(parts)) for row, parts in found.items()}
+
+
+def _occurrence_gradients(bag: _Bag, grad: Tensor) -> list[Tensor]:
+    if bag.weights is not None:
+        return [w * grad for w in bag.weights]
+    if bag.table.mode == PoolingType.MEAN.code:
+        return [grad / len(bag.keys)] * len(bag.keys)
+    if bag.table.mode == PoolingType.MAX.code:
+        winners = [int((bag.rows[:, d] == bag.rows[:, d].max()).nonzero()[0]) for d in range(bag.table.dim)]
+        first = torch.tensor(winners)
+        return [torch.where(first == position, grad, torch.zeros(())) for position in range(len(bag.keys))]
+    return [grad] * len(bag.keys)
+
+
+def _new_row(table: OracleTable, key: int) -> Tensor:
+    embedding = torch.as_tensor(table.init.reference(table.seed, table.name, [key], table.dim)).view(-1)
+    state = torch.full((table.optimizer.state_floats(table.dim),), table.optimizer.state_init())
+    return torch.cat([embedding, state, torch.zeros(1)])
