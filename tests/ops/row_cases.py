@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class BagCase:
     def outs(self) -> list[Tensor]:
         """NaN-filled columns of one wider matrix per segment."""
         dim = self.rows.shape[1]
-        sizes = [end - begin for begin, end in zip(self.segment_bags, self.segment_bags[1:])]
+        sizes = [end - begin for begin, end in pairwise(self.segment_bags)]
         return [torch.full((size, dim + 5), torch.nan)[:, 2 : 2 + dim] for size in sizes]
 
 
@@ -77,7 +78,7 @@ def bag_case(
     slots[torch.rand(n, generator=generator) < padding] = -1
     wide = torch.randn(num_rows, dim + 3, generator=generator)
     grads: list[Tensor | None] = [
-        torch.randn(end - begin, dim, generator=generator) for begin, end in zip(segment_bags, segment_bags[1:])
+        torch.randn(end - begin, dim, generator=generator) for begin, end in pairwise(segment_bags)
     ]
     weights = torch.randn(n, generator=generator) if weighted else None
     return BagCase(wide[:, :dim], slots.to(slot_dtype), offsets, segment_bags, list(modes), weights, grads)

@@ -306,8 +306,8 @@ def test_errors_of_segments_and_weights(implementation: str) -> None:
     with pytest.raises(ValueError, match="gradients of weights need pooling sum or none"):
         pool_weight_grad(case.grads, case.rows, *case.bags(), implementation=implementation)
     case = bag_case(0, [MAX])
+    accumulator = torch.zeros(case.rows.shape)
     with pytest.raises(ValueError, match="pooling max needs `rows` in backward, got none"):
-        accumulator = torch.zeros(case.rows.shape)
         pool_backward(case.grads, None, *case.bags(), None, accumulator, implementation=implementation)
 
 

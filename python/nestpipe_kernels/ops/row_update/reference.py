@@ -71,14 +71,14 @@ def _adagrad(
     p: Tensor, s: Tensor, g: Tensor, hyper: dict[str, float], step: int, lr: Tensor, updates: Tensor
 ) -> tuple[Tensor, Tensor]:
     s = s + g * g
-    return p - lr * (g / (s.sqrt() + _scalar(hyper["eps"], p))), s
+    return p - lr * (g / (_sqrt(s) + _scalar(hyper["eps"], p))), s
 
 
 def _row_wise_adagrad(
     p: Tensor, s: Tensor, g: Tensor, hyper: dict[str, float], step: int, lr: Tensor, updates: Tensor
 ) -> tuple[Tensor, Tensor]:
     s = s + (lane_sum(g * g) / _scalar(g.shape[1], p))[:, None]
-    return p - (lr / (s.sqrt() + _scalar(hyper["eps"], p))) * g, s
+    return p - (lr / (_sqrt(s) + _scalar(hyper["eps"], p))) * g, s
 
 
 def _adam(
@@ -93,7 +93,7 @@ def _adam(
         factor = torch.tensor(factors, dtype=torch.float64).to(p.dtype)[:, None]
     else:
         factor = _scalar(adam_bias_factor(beta1, beta2, step), p)
-    p = p - (lr * factor) * (m / (v.sqrt() + _scalar(hyper["eps"], p)))
+    p = p - (lr * factor) * (m / (_sqrt(v) + _scalar(hyper["eps"], p)))
     return p, torch.cat([m, v], dim=1)
 
 
@@ -119,6 +119,14 @@ def integer_power(base: float, exponent: int) -> float:
 def adam_bias_factor(beta1: float, beta2: float, step: int) -> float:
     """sqrt(1 - beta2^step) / (1 - beta1^step) in double."""
     return math.sqrt(1.0 - integer_power(beta2, step)) / (1.0 - integer_power(beta1, step))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The root, correctly rounded as IEEE 754 demands: torch's own float32 root on the CPU is an ulp off at times.
+
+    A double root rounded to float32 is exact: double has more than twice float32's digits and two to spare.
+    """
+    return x.double().sqrt().to(x.dtype)
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:

@@ -1,0 +1,298 @@
+"""row_update: native and reference give the same bits; equal to torch.optim within float32's own error; errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from row_cases import DIMS, bits, native_threads
+from torch import Tensor
+
+from nestpipe_kernels import optim
+from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward
+from nestpipe_kernels.ops.row_update import reference, row_update
+from nestpipe_kernels.types import PoolingType, SparseOptimizer
+
+OPTIMIZERS: list[SparseOptimizer] = [
+    optim.SGD(),
+    optim.Adagrad(),
+    optim.Adagrad(eps=1e-3, initial_accumulator_value=0.1),
+    optim.RowWiseAdagrad(),
+    optim.Adam(),
+    optim.Adam(betas=(0.8, 0.95), bias_correction="row"),
+]
+IMPLEMENTATIONS = ["native", "reference"]
+
+
+def buffer(optimizer: SparseOptimizer, num_rows: int, dim: int, seed: int = 0) -> Tensor:
+    """Random rows with state >= 0, some counts, and a recognizable padding."""
+    generator = torch.Generator().manual_seed(seed)
+    header = dim + optimizer.state_floats(dim)
+    rows = torch.full((num_rows, header + 4), 123.0)
+    rows[:, :dim] = torch.randn(num_rows, dim, generator=generator)
+    rows[:, dim:header] = torch.rand(num_rows, header - dim, generator=generator)
+    rows[:, header] = torch.randint(0, 50, (num_rows,), generator=generator, dtype=torch.int32).view(torch.float32)
+    return rows
+
+
+def counts(rows: Tensor, optimizer: SparseOptimizer, dim: int) -> Tensor:
+    return rows[:, dim + optimizer.state_floats(dim)].contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("dim", DIMS)
+def test_native_equals_reference(optimizer: SparseOptimizer, dim: int) -> None:
+    num_rows = 63
+    grads = torch.randn(num_rows, dim + 2)[:, :dim]
+    grads[5] = 0.0
+    lr = torch.rand(num_rows)
+    mask = torch.rand(num_rows) < 0.8
+    results = []
+    for implementation in IMPLEMENTATIONS:
+        rows = buffer(optimizer, num_rows, dim)
+        row_update(rows, grads, optimizer, 1, 0.05, implementation=implementation)
+        row_update(rows, grads, optimizer, 7, lr, mask, implementation=implementation)
+        row_update(rows, grads, optimizer, 123_456, lr, mask.to(torch.uint8), implementation=implementation)
+        results.append(rows)
+    assert torch.equal(bits(results[0]), bits(results[1]))
+    before = counts(buffer(optimizer, num_rows, dim), optimizer, dim)
+    assert torch.equal(counts(results[0], optimizer, dim), before + 1 + 2 * mask.int())
+    assert (results[0][:, -3:] == 123.0).all()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_threads_do_not_change_bits(optimizer: SparseOptimizer) -> None:
+    grads = torch.randn(4000, 33)
+    results = []
+    for threads in (1, 2, 4):
+        rows = buffer(optimizer, 4000, 33)
+        with native_threads(threads):
+            row_update(rows, grads, optimizer, 3, 0.1)
+        results.append(bits(rows))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_masked_rows_keep_every_bit(optimizer: SparseOptimizer, implementation: str) -> None:
+    rows = buffer(optimizer, 9, 5)
+    before = rows.clone()
+    grads = torch.full((9, 5), torch.nan)
+    row_update(rows, grads, optimizer, 1, 0.1, torch.zeros(9, dtype=torch.bool), implementation=implementation)
+    assert torch.equal(bits(rows), bits(before))
+
+
+def test_scalar_and_per_row_learning_rates_agree() -> None:
+    for optimizer in OPTIMIZERS:
+        one, many = buffer(optimizer, 9, 5), buffer(optimizer, 9, 5)
+        grads = torch.randn(9, 5)
+        row_update(one, grads, optimizer, 4, 0.1)
+        row_update(many, grads, optimizer, 4, torch.full((9,), 0.1))
+        assert torch.equal(bits(one), bits(many))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_count_of_updates_stops_at_the_largest_integer(implementation: str) -> None:
+    optimizer = optim.SGD()
+    rows = buffer(optimizer, 2, 3)
+    rows[:, 3] = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32).view(torch.float32)
+    row_update(rows, torch.zeros(2, 3), optimizer, 1, 0.1, implementation=implementation)
+    assert counts(rows, optimizer, 3).tolist() == [2**31 - 1, 2**31 - 1]
+
+
+def test_bias_factor_and_powers_match_the_formula() -> None:
+    for step in (1, 2, 3, 10, 1000, 10**6, 10**12):
+        formula = math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        assert reference.adam_bias_factor(0.9, 0.999, step) == pytest.approx(formula, rel=1e-12)
+    assert reference.integer_power(0.5, 0) == 1.0
+    assert reference.integer_power(0.5, 5) == 0.5**5
+
+
+def test_roots_are_correctly_rounded() -> None:
+    """numpy's root is the machine's instruction; one square root per element through both implementations."""
+    sums = torch.rand(1000, 64) * 10
+    expected = -1.0 / (np.sqrt((sums + 1.0).numpy()) + np.float32(1.0))
+    for implementation in IMPLEMENTATIONS:
+        rows = torch.cat([torch.zeros(1000, 64), sums, torch.zeros(1000, 1)], dim=1)
+        row_update(rows, torch.ones(1000, 64), optim.Adagrad(eps=1.0), 1, 1.0, implementation=implementation)
+        assert np.array_equal(rows[:, :64].numpy(), expected)
+
+
+# ------------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("dim", [1, 8])
+def test_fault_20_no_rows_is_no_op(optimizer: SparseOptimizer, dim: int, implementation: str) -> None:
+    rows = buffer(optimizer, 0, dim)
+    row_update(rows, torch.empty(0, dim), optimizer, 1, 0.1, implementation=implementation)
+    assert rows.shape[0] == 0
+
+
+def test_fault_21_lazy_rule_and_step_alone_decide_bias_correction() -> None:
+    """Untouched rows stay, moments included; with step 1 again, a fresh row moves as at the first step."""
+    optimizer = optim.Adam()
+    grads = torch.ones(2, 4)
+    rows = torch.zeros(2, 4 + 8 + 1)
+    row_update(rows, grads, optimizer, 1, 0.1, torch.tensor([True, False]))
+    first = rows[0].clone()
+    for step in range(2, 6):
+        row_update(rows, grads, optimizer, step, 0.1, torch.tensor([False, True]))
+    assert torch.equal(bits(rows[0]), bits(first))
+    again = torch.zeros(1, 13)
+    row_update(again, grads[:1], optimizer, 1, 0.1)
+    assert torch.equal(bits(again[0]), bits(first))
+    assert first[:4] == pytest.approx(torch.full((4,), -0.1), rel=1e-5)
+
+
+def test_fault_21_bias_correction_by_row_counts_own_updates() -> None:
+    optimizer = optim.Adam(bias_correction="row")
+    early, late = torch.zeros(1, 13), torch.zeros(1, 13)
+    for step in (1, 2):
+        row_update(early, torch.ones(1, 4), optimizer, step, 0.1)
+        row_update(late, torch.ones(1, 4), optimizer, step + 1000, 0.1)
+    assert torch.equal(bits(early), bits(late))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_zero_gradient_of_a_new_row_is_finite(optimizer: SparseOptimizer) -> None:
+    rows = torch.zeros(1, 4 + optimizer.state_floats(4) + 1)
+    row_update(rows, torch.zeros(1, 4), optimizer, 1, 0.1)
+    assert torch.equal(rows[:, :4], torch.zeros(1, 4))
+
+
+# ------------------------------------------------------------------------------------- against torch.optim (100 steps)
+
+NUM_ROWS, DIM, STEPS = 12, 6, 100
+
+
+def _batches(seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(NUM_ROWS, DIM, generator=generator)
+    ids = [torch.randint(0, NUM_ROWS, (8,), generator=generator) for _ in range(STEPS)]
+    return start, ids, torch.randn(STEPS, 8, DIM, generator=generator)
+
+
+def _train_torch(start: Tensor, ids: list[Tensor], goals: Tensor, make: Callable[..., torch.optim.Optimizer]) -> Tensor:
+    table = torch.nn.Embedding(NUM_ROWS, DIM, sparse=True, dtype=start.dtype)
+    table.weight.data.copy_(start)
+    optimizer = make(table.parameters())
+    for batch, goal in zip(ids, goals):
+        optimizer.zero_grad()
+        ((table(batch) - goal.to(start.dtype)) ** 2).sum().backward()
+        optimizer.step()
+    return table.weight.detach()
+
+
+def _train_ours(start: Tensor, ids: list[Tensor], goals: Tensor, optimizer: SparseOptimizer, initial: float) -> Tensor:
+    rows = torch.full((NUM_ROWS, DIM + optimizer.state_floats(DIM) + 1), initial)
+    rows[:, :DIM], rows[:, -1] = start, 0.0
+    none = PoolingType.NONE.code
+    for step, (batch, goal) in enumerate(zip(ids, goals), start=1):
+        out, bags = torch.empty(8, DIM), (batch, torch.arange(9), [0, 8], [none])
+        pool_forward(rows[:, :DIM], *bags, [out])
+        grads = torch.zeros(NUM_ROWS, DIM)
+        pool_backward([2 * (out - goal)], None, *bags, None, grads)
+        row_update(rows, grads, optimizer, step, optimizer.lr, torch.isin(torch.arange(NUM_ROWS), batch))
+    return rows[:, :DIM].clone()
+
+
+def _rms(error: Tensor) -> float:
+    return float(error.double().pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "initial"),
+    [
+        (optim.SGD(lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05), 0.0),
+        (optim.Adagrad(lr=0.05), lambda p: torch.optim.Adagrad(p, lr=0.05), 0.0),
+        (
+            optim.Adagrad(lr=0.05, initial_accumulator_value=0.5),
+            lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.5),
+            0.5,
+        ),
+        (optim.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(list(p), lr=0.01), 0.0),
+    ],
+    ids=["sgd", "adagrad", "adagrad-initial", "adam"],
+)
+def test_error_at_most_twice_that_of_torch_float32(
+    ours: SparseOptimizer, theirs: Callable[..., torch.optim.Optimizer], initial: float
+) -> None:
+    errors, limits = [], []
+    for seed in range(5):
+        start, ids, goals = _batches(seed)
+        truth = _train_torch(start.double(), ids, goals, theirs)
+        own = _rms(_train_torch(start, ids, goals, theirs) - truth)
+        ulp = float(torch.finfo(torch.float32).eps) * _rms(truth)
+        errors.append(_rms(_train_ours(start, ids, goals, ours, initial) - truth))
+        limits.append(2 * own + ulp)
+    assert statistics.median(errors) <= statistics.median(limits)
+
+
+def test_row_wise_adagrad_follows_its_formula_in_float64() -> None:
+    optimizer = optim.RowWiseAdagrad(lr=0.05)
+    start, ids, goals = _batches(0)
+    table, sums = start.double(), torch.zeros(NUM_ROWS, dtype=torch.float64)
+    for batch, goal in zip(ids, goals):
+        grads = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
+        grads.index_add_(0, batch, 2 * (table[batch] - goal.double()))
+        touched = torch.isin(torch.arange(NUM_ROWS), batch)
+        sums += torch.where(touched, grads.pow(2).mean(1), 0.0)
+        table = table - torch.where(touched, 0.05 / (sums.sqrt() + 1e-10), 0.0)[:, None] * grads
+    ours = _train_ours(start, ids, goals, optimizer, 0.0)
+    # 100 float32 steps on values of size ~1
+    assert _rms(ours - table) < 2e-6
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+def test_errors() -> None:
+    optimizer = optim.Adagrad()
+    rows, grads = torch.zeros(3, 9), torch.zeros(3, 4)
+
+    def call(*, rows: Tensor = rows, grads: Tensor = grads, step: object = 1, **rest: object) -> None:
+        row_update(rows, grads, optimizer, step, rest.pop("lr", 0.1), **rest)  # type: ignore[arg-type]
+
+    call()
+    with pytest.raises(ValueError, match="row_update: unknown implementation 'gpu': choose native or reference"):
+        call(implementation="gpu")
+    with pytest.raises(TypeError, match="rows must be a float32 CPU tensor, got float64"):
+        call(rows=rows.double())
+    with pytest.raises(ValueError, match="rows and grads must have as many rows, got 2 and 3"):
+        call(rows=rows[:2])
+    with pytest.raises(ValueError, match="rows must be contiguous, got strides"):
+        call(rows=torch.zeros(3, 12)[:, :9])
+    with pytest.raises(ValueError, match="rows of adagrad with dim 4 need at least 9 floats, got 8"):
+        call(rows=torch.zeros(3, 8))
+    with pytest.raises(ValueError, match=r"grads must have at least one column, got shape \[3, 0\]"):
+        call(grads=torch.zeros(3, 0))
+    for step in (0, -1, 1.0, True):
+        with pytest.raises(ValueError, match=r"step must be an integer >= 1 \(1 for the first update\), got"):
+            call(step=step)
+    with pytest.raises(ValueError, match="lr must be finite, got nan"):
+        call(lr=math.nan)
+    with pytest.raises(TypeError, match="lr must be a float or a float32 CPU tensor, got float64"):
+        call(lr=torch.ones(3).double())
+    with pytest.raises(ValueError, match=r"lr must have one entry per row \(3\), got shape \[2\]"):
+        call(lr=torch.ones(2))
+    with pytest.raises(TypeError, match="mask must be a bool or uint8 CPU tensor, got int64"):
+        call(mask=torch.ones(3).long())
+    with pytest.raises(ValueError, match=r"mask must have one entry per row \(3\), got shape \[4\]"):
+        call(mask=torch.ones(4).bool())
+
+    class Unknown(optim.SGD):
+        @property
+        def name(self) -> str:
+            return "lamb"
+
+    with pytest.raises(
+        ValueError, match="no rule for optimizer 'lamb': choose one of sgd, adagrad, row_wise_adagrad, adam"
+    ):
+        row_update(rows, grads, Unknown(), 1, 0.1)

@@ -1,0 +1,139 @@
+"""Settings of row updates: defaults, state, names, messages; the group that schedulers drive."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+
+import pytest
+import torch
+
+from nestpipe_kernels import optim
+from nestpipe_kernels.types import SparseOptimizer
+
+ALL = [optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, optim.Adam]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_settings_satisfy_the_protocol(kind: type) -> None:
+    settings = kind()
+    assert isinstance(settings, SparseOptimizer)
+    assert settings == kind()
+    assert hash(settings) == hash(kind())
+    assert settings != kind(lr=0.5)
+    assert "lr" not in settings.hyper()
+    assert all(isinstance(value, float) for value in settings.hyper().values())
+
+
+def test_names_and_state() -> None:
+    assert [kind().name for kind in ALL] == ["sgd", "adagrad", "row_wise_adagrad", "adam"]
+    assert [kind().state_floats(7) for kind in ALL] == [0, 7, 1, 14]
+    assert [kind().state_init() for kind in ALL] == [0.0, 0.0, 0.0, 0.0]
+    assert optim.Adagrad(initial_accumulator_value=0.5).state_init() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (optim.SGD, torch.optim.SGD),
+        (optim.Adagrad, torch.optim.Adagrad),
+        (optim.RowWiseAdagrad, torch.optim.Adagrad),
+        (optim.Adam, torch.optim.SparseAdam),
+    ],
+)
+def test_fault_22_defaults_are_those_of_torch(ours: type, theirs: type) -> None:
+    expected = inspect.signature(theirs).parameters
+    for name, parameter in inspect.signature(ours).parameters.items():
+        if name != "bias_correction":
+            assert parameter.default == expected[name].default, name
+    assert "1e-10" in (optim.RowWiseAdagrad.__doc__ or "")
+    assert "1e-8" in (optim.Adam.__doc__ or "")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_bad_learning_rate(kind: type) -> None:
+    for lr in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: lr must be finite and >= 0, got {lr}"):
+            kind(lr=lr)
+    with pytest.raises(TypeError, match=f"{kind.__name__}: lr must be a number, got str"):
+        kind(lr="0.1")
+
+
+def test_bad_settings() -> None:
+    for kind in (optim.Adagrad, optim.RowWiseAdagrad):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: eps must be finite and >= 0, got -1"):
+            kind(eps=-1.0)
+        with pytest.raises(ValueError, match="initial_accumulator_value must be finite and >= 0, got -0"):
+            kind(initial_accumulator_value=-0.5)
+        with pytest.raises(ValueError, match="eps or initial_accumulator_value must be > 0, got 0 for both"):
+            kind(eps=0.0)
+    with pytest.raises(ValueError, match="Adam: eps must be > 0, got 0"):
+        optim.Adam(eps=0.0)
+    for betas in ((1.0, 0.9), (0.9, -0.1), (0.9,)):
+        with pytest.raises(ValueError, match=r"Adam: betas must be two numbers in \[0, 1\), got"):
+            optim.Adam(betas=betas)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Adam: bias_correction must be 'step' or 'row', got 'none'"):
+        optim.Adam(bias_correction="none")
+
+
+# -------------------------------------------------------------------------------------------------------- group
+
+
+def group() -> optim.SparseOptimizerGroup:
+    return optim.SparseOptimizerGroup([("user", optim.Adam(lr=0.5), 1.0), ("item", optim.SGD(lr=0.25), 0.1)])
+
+
+def test_group_looks_like_a_torch_optimizer() -> None:
+    sparse = group()
+    assert isinstance(sparse, torch.optim.Optimizer)
+    assert [(g["table"], g["lr"], g["lr_scale"]) for g in sparse.param_groups] == [
+        ("user", 0.5, 1.0),
+        ("item", 0.25, 0.1),
+    ]
+    assert sparse.current_lr("user") == 0.5
+    assert sparse.current_lr("item") == 0.25 * 0.1
+    sparse.param_groups[1]["lr"] = 1.0
+    assert sparse.current_lr("item") == 0.1
+    sparse.zero_grad()
+    assert sparse.step() is None
+    assert sparse.step(lambda: 3.0) == 3.0
+
+
+def test_schedulers_drive_the_group_without_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        halved = group()
+        schedule = torch.optim.lr_scheduler.LambdaLR(halved, lambda epoch: 0.5**epoch)
+        schedule.step()
+        schedule.step()
+        assert halved.current_lr("user") == 0.125
+        assert halved.current_lr("item") == pytest.approx(0.25 * 0.25 * 0.1)
+        stepped = group()
+        schedule_by_step = torch.optim.lr_scheduler.StepLR(stepped, step_size=2, gamma=0.1)
+        for expected in (0.5, 0.05, 0.05):
+            schedule_by_step.step()
+            assert stepped.current_lr("user") == pytest.approx(expected)
+        warm = group()
+        torch.optim.lr_scheduler.LinearLR(warm, start_factor=0.1, total_iters=4)
+        assert warm.current_lr("user") == pytest.approx(0.05)
+
+
+def test_state_dict_carries_the_learning_rates() -> None:
+    saved = group()
+    saved.param_groups[0]["lr"] = 0.125
+    loaded = group()
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.current_lr("user") == 0.125
+    assert loaded.current_lr("item") == 0.25 * 0.1
+
+
+def test_group_errors() -> None:
+    with pytest.raises(ValueError, match="sparse optimizer: needs at least one table, got none"):
+        optim.SparseOptimizerGroup([])
+    with pytest.raises(ValueError, match="table 'a' is given twice; names must be distinct"):
+        optim.SparseOptimizerGroup([("a", optim.SGD(), 1.0), ("a", optim.SGD(), 1.0)])
+    with pytest.raises(ValueError, match=r"lr_scale of table 'a' must be >= 0, got -1\.0"):
+        optim.SparseOptimizerGroup([("a", optim.SGD(), -1.0)])
+    with pytest.raises(KeyError, match="no table 'shop'; there are item, user"):
+        group().current_lr("shop")
