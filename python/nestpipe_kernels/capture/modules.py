@@ -1,0 +1,46 @@
+"""Which modules of a model look rows up, and which depend on how a batch is split."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+__all__ = ["batch_coupled_modules", "embedding_modules", "warn_batch_coupled"]
+
+
+def embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Embedding modules (`types.EmbeddingModule`) by qualified name; an object is listed once, under its first name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if callable(getattr(module, "row_stores", None)) and callable(getattr(module, "plan_call", None))
+    }
+
+
+def batch_coupled_modules(model: nn.Module) -> list[str]:
+    """Qualified names of modules whose training result depends on how a batch is split into micro-batches.
+
+    Batch normalisation (any dimension, synchronised or lazy) and instance normalisation with running statistics. In a
+    model in training mode, those that were put in eval mode (frozen) are left out.
+    """
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if (isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats))
+        and (module.training or not model.training)
+    ]
+
+
+def warn_batch_coupled(model: nn.Module, num_micro_batches: int) -> None:
+    """One UserWarning that names the batch-coupled modules, if a batch is split into more than one micro-batch."""
+    names = batch_coupled_modules(model) if num_micro_batches > 1 else []
+    if names:
+        warnings.warn(
+            f"batch statistics of {', '.join(repr(name) for name in names)} will be taken over each of the "
+            f"{num_micro_batches} micro-batches, not over the whole batch, so the result differs from unsplit "
+            f"training; use num_micro_batches=1, freeze them (.eval()), or use a normalisation per sample (LayerNorm)",
+            UserWarning,
+            stacklevel=2,
+        )

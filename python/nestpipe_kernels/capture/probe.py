@@ -1,0 +1,75 @@
+"""Running a model once without a trace: random state, buffers, changed parameters, gradients and modes are put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ModelState", "eager_only", "preserved_random_state"]
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Random state of torch (CPU, and CUDA if in use), numpy and `random`, restored on leaving."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    cpu, numpy_state, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        np.random.set_state(numpy_state)
+        random.setstate(python)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def eager_only() -> Iterator[None]:
+    """Compiled functions run as plain Python, so that every operation is seen. Loads no compiler that is not in use."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class ModelState:
+    """What a forward pass may change in a model; restored exactly by `restore`.
+
+    Buffers are copied at once (batch normalisation writes them unannounced). Parameters are copied by `before_write`
+    when an operation is about to write one, so large models cost nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._parameters = list(model.parameters())
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def before_write(self, parameter: Tensor) -> None:
+        """Copy a parameter, once, before something writes to it."""
+        if id(parameter) not in self._written:
+            self._written[id(parameter)] = (parameter, parameter.detach().clone())
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, saved in [*self._buffers, *self._written.values()]:
+                if tensor.shape != saved.shape or not _same_bits(tensor, saved):
+                    tensor.set_(saved) if tensor.shape != saved.shape else tensor.copy_(saved)  # type: ignore[call-overload]
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers = buffers
+        for parameter, gradient in zip(self._parameters, self._gradients):
+            parameter.grad = gradient
+
+
+def _same_bits(a: Tensor, b: Any) -> bool:
+    # NaN differs from itself: a buffer with NaN is copied back needlessly, which does no harm.
+    return torch.equal(a.detach(), b)
