@@ -71,6 +71,7 @@ void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
         self.find(key_span(keys, tables, size), as_pointer<std::int64_t>(handles));
       },
       Unlocked());
+  store.def("clear", &EmbeddingStore::clear, Unlocked());
   store.def(
       "erase",
       [](EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address status) {

@@ -281,6 +281,16 @@ void EmbeddingStore::erase(const KeySpan& in, std::uint8_t* status) {
   }
 }
 
+void EmbeddingStore::clear() {
+  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  for (const auto& table : tables_) {
+    table->index = KeyIndex(table->config.hash, &memory_);
+    table->size = 0;
+  }
+  num_rows_.store(0, std::memory_order_relaxed);
+  first_free_ = kNoRow;
+}
+
 void EmbeddingStore::free_row(Table* table, std::uint32_t row_number) {
   --table->size;
   Record* const freed = record(row_number);

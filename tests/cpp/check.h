@@ -1,4 +1,5 @@
-// Checks of native tests: they print both values and let the program go on; main returns how many failed.
+// Checks of native tests: they print both values and let the program go on; main returns how many
+// failed.
 #pragma once
 
 #include <iostream>

@@ -1,7 +1,9 @@
-// The one hash of (table, key) that routing, shards, tags and checkpoints share, and the name hash it starts from.
+// The one hash of (table, key) that routing, shards, tags and checkpoints share, and the name hash
+// it starts from.
 //
-// Bits 48-63: virtual slice (65,536), 40-47: shard within a store, 32-39: tag, 0-31: group. Every step is a bijection of 64-bit
-// words for a fixed table, so distinct keys of a table never collide in the full word, and no key value is special.
+// Bits 48-63: virtual slice (65,536), 40-47: shard within a store, 32-39: tag, 0-31: group. Every
+// step is a bijection of 64-bit words for a fixed table, so distinct keys of a table never collide
+// in the full word, and no key value is special.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +11,8 @@
 
 namespace nestpipe {
 
-// Multiply by odd constants and fold high bits down, twice: each input bit reaches every output field.
+// Multiply by odd constants and fold high bits down, twice: each input bit reaches every output
+// field.
 inline std::uint64_t mix64(std::uint64_t x) {
   x ^= x >> 32;
   x *= 0x9FB21C651E98DF25ull;
@@ -32,7 +35,9 @@ inline std::uint64_t hash_name(std::string_view name) {
 
 constexpr int kNumSlices = 65536;
 inline std::uint32_t slice_of(std::uint64_t h) { return static_cast<std::uint32_t>(h >> 48); }
-inline std::uint32_t shard_of(std::uint64_t h) { return static_cast<std::uint32_t>(h >> 40) & 0xFF; }
+inline std::uint32_t shard_of(std::uint64_t h) {
+  return static_cast<std::uint32_t>(h >> 40) & 0xFF;
+}
 inline std::uint32_t tag_of(std::uint64_t h) { return static_cast<std::uint32_t>(h >> 32) & 0xFF; }
 inline std::uint32_t group_of(std::uint64_t h) { return static_cast<std::uint32_t>(h); }
 

@@ -91,6 +91,9 @@ class EmbeddingStore {
   // status [n]: kFound (now erased) or kAbsent.
   void erase(const KeySpan& in, std::uint8_t* status);
 
+  // Removes all keys; their memory is kept for later rows.
+  void clear();
+
   // Row index[j] (j where index is null) of out [num_out, row_floats] = the row of handles[j], or
   // the key's initial row where that is -1. The index has no repetitions.
   void gather(const std::int64_t* handles, const KeySpan& in, const std::int64_t* index, float* out,

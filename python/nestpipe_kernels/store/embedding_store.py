@@ -226,19 +226,23 @@ class EmbeddingStore:
         self._native.erase(keys.data_ptr(), tables.data_ptr(), keys.numel(), status.data_ptr())
         return status
 
-    def export_table(self, table: str | None = None) -> tuple[Tensor, Tensor]:
+    def clear(self) -> None:
+        """Remove all keys of all tables. Memory of rows is kept for later ones; the index's is returned."""
+        self._native.clear()
+
+    def export_table(self, table: str | int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and handles of a table, int64 [size] each, by ascending handle."""
         keys, handles = self._native.export_table(self._table(table))
         return _int64_tensor(keys), _int64_tensor(handles)
 
     # ------------------------------------------------------------------------------------------- a table by itself
 
-    def find(self, keys: Tensor, *, table: str | None = None) -> tuple[Tensor, Tensor]:
+    def find(self, keys: Tensor, table: str | int | None = None) -> tuple[Tensor, Tensor]:
         """Embeddings of keys, without inserting any.
 
         Args:
             keys: int64 [n] (int32 is widened), repetitions allowed.
-            table: its name; may be left out where the store has one table.
+            table: its name or index; may be left out where the store has one table.
 
         Returns:
             float32 [n, dim] copies (the initial value of an absent key), uint8 [n] status FOUND or ABSENT.
@@ -252,7 +256,7 @@ class EmbeddingStore:
         status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
         return self.read_embeddings(handles, keys, tables), status
 
-    def find_or_insert(self, keys: Tensor, *, table: str | None = None, batch: int = -1) -> tuple[Tensor, Tensor]:
+    def find_or_insert(self, keys: Tensor, table: str | int | None = None, batch: int = -1) -> tuple[Tensor, Tensor]:
         """Embeddings of keys, after inserting those that have no row.
 
         Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used.
@@ -283,19 +287,19 @@ class EmbeddingStore:
             )
         return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
 
-    def erase(self, keys: Tensor, *, table: str | None = None) -> Tensor:
+    def erase(self, keys: Tensor, table: str | int | None = None) -> Tensor:
         """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Raises as `find`."""
         return self.erase_keys(*self._public_keys("erase", keys, table))
 
-    def metadata(self, keys: Tensor, *, table: str | None = None) -> RowMetadata:
+    def metadata(self, keys: Tensor, table: str | int | None = None) -> RowMetadata:
         """Metadata of keys int64 [n]. Raises as `find`."""
         return self.read_metadata(self.find_handles(*self._public_keys("metadata", keys, table)))
 
-    def keys(self, table: str | None = None) -> Tensor:
+    def keys(self, table: str | int | None = None) -> Tensor:
         """int64 [size]: the keys that have rows, by ascending handle."""
         return self.export_table(table)[0]
 
-    def size(self, table: str | None = None) -> int:
+    def size(self, table: str | int | None = None) -> int:
         """Rows of a table."""
         return int(self._native.size(self._table(table)))
 
@@ -309,14 +313,16 @@ class EmbeddingStore:
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
-    def _table(self, name: str | None) -> int:
-        if name is None and len(self.tables) == 1:
+    def _table(self, table: str | int | None) -> int:
+        if table is None and len(self.tables) == 1:
             return 0
-        if name in self._table_index:
-            return self._table_index[name]
-        raise ValueError(f"store: no table {name!r}: name one of {', '.join(self._table_index)}")
+        if isinstance(table, str) and table in self._table_index:
+            return self._table_index[table]
+        if isinstance(table, int) and 0 <= table < len(self.tables):
+            return table
+        raise ValueError(f"store: no table {table!r}: name one of {', '.join(self._table_index)}")
 
-    def _public_keys(self, operation: str, keys: Tensor, table: str | None) -> tuple[Tensor, Tensor]:
+    def _public_keys(self, operation: str, keys: Tensor, table: str | int | None) -> tuple[Tensor, Tensor]:
         index = self._table(table)
         keys = key_vector(operation, keys)
         check_bounds(operation, keys, self.tables[index])
