@@ -43,6 +43,23 @@ def test_fault_46_to_another_device_moves_every_tensor() -> None:
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
+def test_fault_46_every_tensor_is_pinned_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = example()
+    batch.sparse._weights = torch.ones(3)
+    moved = batch.pin_memory()
+    parts = [moved.dense, moved.labels, moved.sparse.values(), moved.sparse.lengths(), moved.sparse.weights()]
+    assert all(any(part is tensor for tensor in pinned) for part in parts)
+    assert torch.equal(moved.dense, batch.dense)
+
+
 def test_errors() -> None:
     good = example()
     with pytest.raises(ValueError, match=r"samples differ: \{'dense': 3, 'sparse': 3, 'labels': 2\}"):
