@@ -91,6 +91,18 @@ def test_error_travels_through_events_and_lanes_but_not_to_independent_items(lan
     other.close(timeout_s=LIMIT_S)
 
 
+def test_an_event_that_was_failed_from_outside_keeps_its_error_and_the_lane_goes_on(lane):
+    gate, done, after = Event(), Event(), Event()
+    lane.submit(lambda: None, [gate], done, "given up")
+    assert done.try_set(TimeoutError("given up"))
+    assert not done.try_set()
+    gate.set()
+    lane.submit(lambda: None, [], after, "after")
+    after.wait(LIMIT_S)
+    with pytest.raises(TimeoutError, match="given up"):
+        done.wait(0)
+
+
 def test_lane_thread_has_no_autograd_and_a_readable_name(lane):
     seen: list[object] = []
     done = Event()

@@ -43,7 +43,9 @@ def main() -> None:
         if rank == 1:
             sys.exit(3)
         time.sleep(LIMIT_S)
-    elif case == "sleep":
+    elif case in ("sleep", "sleep_joined"):
+        if case == "sleep_joined":
+            exchange(rank)
         (folder / f"grandchild{rank}").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
         (folder / f"ready{rank}").touch()
         time.sleep(LIMIT_S)

@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
 def assert_nothing_left(folder: Path) -> None:
     pids = [int(file.read_text()) for pattern in ("pid*", "grandchild*") for file in folder.glob(pattern)]
     assert pids
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in pids if is_running(pid)] == []
@@ -90,10 +90,10 @@ def test_ranks_that_do_not_end_are_terminated(tmp_path, capfd, monkeypatch):
     assert_nothing_left(tmp_path)
 
 
-def start_launcher(folder: Path) -> subprocess.Popen[str]:
+def start_launcher(folder: Path, case: str) -> subprocess.Popen[str]:
     code = (
         "import sys; from nestpipe_kernels.launch import run_ranks; "
-        f"sys.exit(run_ranks([sys.executable, {PROGRAM!r}, 'sleep', {str(folder)!r}], 2, timeout_s=60))"
+        f"sys.exit(run_ranks([sys.executable, {PROGRAM!r}, {case!r}, {str(folder)!r}], 2, timeout_s=60))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + LIMIT_S
@@ -105,11 +105,18 @@ def start_launcher(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_all_ranks_and_what_they_started(tmp_path, number):
-    launcher = start_launcher(tmp_path)
+    launcher = start_launcher(tmp_path, "sleep")
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 130
     assert err.splitlines()[-1] == "interrupted; all ranks have ended"
+    assert_nothing_left(tmp_path)
+
+
+def test_ranks_end_when_the_launcher_is_killed(tmp_path):
+    launcher = start_launcher(tmp_path, "sleep_joined")
+    launcher.kill()
+    launcher.communicate(timeout=LIMIT_S)
     assert_nothing_left(tmp_path)
 
 

@@ -30,11 +30,21 @@ class Event:
 
     def set(self) -> None:
         """Mark as reached. Raises RuntimeError if already set."""
-        self._finish(None)
+        self._set_once(None)
 
     def set_error(self, error: BaseException) -> None:
         """Mark as failed: every wait raises `error`. Raises RuntimeError if already set."""
-        self._finish(error)
+        self._set_once(error)
+
+    def try_set(self, error: BaseException | None = None) -> bool:
+        """Set to success, or to `error`, unless already set; whether this call was the one that set it."""
+        with self._condition:
+            if self._is_set:
+                return False
+            self._error = error
+            self._is_set = True
+            self._condition.notify_all()
+            return True
 
     def is_set(self) -> bool:
         """Whether the outcome, success or error, is known. Does not block."""
@@ -82,10 +92,6 @@ class Event:
         with self._condition:
             self._condition.notify_all()
 
-    def _finish(self, error: BaseException | None) -> None:
-        with self._condition:
-            if self._is_set:
-                raise RuntimeError(f"event {self.name!r} is already set; an event has one outcome")
-            self._error = error
-            self._is_set = True
-            self._condition.notify_all()
+    def _set_once(self, error: BaseException | None) -> None:
+        if not self.try_set(error):
+            raise RuntimeError(f"event {self.name!r} is already set; an event has one outcome")

@@ -208,10 +208,7 @@ class ThreadLane:
             if self._timeline is not None and item.batch >= 0:
                 end_ns = time.perf_counter_ns()
                 self._timeline.record(self.name, item.label, item.batch, item.micro, start_ns, end_ns, item.kind)
-        if error is None:
-            item.done.set()
-        else:
-            item.done.set_error(error)
+        item.done.try_set(error)
 
     def _wait_for_events(self, item: _Item) -> BaseException | None:
         """Wait for all events of an item; what keeps it from running, or None."""

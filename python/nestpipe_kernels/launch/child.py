@@ -21,11 +21,17 @@ TAIL_LINES = 40
 class Child:
     """Starts the command as rank `rank`; `on_exit(child)` is called once, on a thread of its own, when it has ended.
 
-    Rank 0 shares the launcher's stdout and its stderr is passed on; of the others only the end of stderr is kept.
+    `launcher_pipe` is the reading end of a pipe that closes with the launcher; the child inherits it. Rank 0 shares the
+    launcher's stdout and its stderr is passed on; of the others only the end of stderr is kept.
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[Child], None]
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        launcher_pipe: int,
+        on_exit: Callable[[Child], None],
     ) -> None:
         self.rank = rank
         self.ended_at = 0.0
@@ -34,6 +40,7 @@ class Child:
         self._process = subprocess.Popen(
             list(command),
             env=dict(environment),
+            pass_fds=(launcher_pipe,),
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,

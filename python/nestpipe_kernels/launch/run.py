@@ -1,7 +1,8 @@
 """run_ranks: N processes of one command on this machine, with a rendezvous that outlives any of them.
 
 The launcher hosts the store, so the death of rank 0 is no different from that of another rank. Each rank leads a
-process group of its own: the launcher ends exactly what it started, and Ctrl-C reaches the ranks through it alone.
+process group of its own: the launcher ends exactly what it started, and Ctrl-C reaches the ranks through it alone. If
+the launcher itself is killed, ranks that have called `init_rank` notice by a pipe that closes, and end.
 
 Who failed first. Ranks that lose a peer fail too, and a rank that fails by itself may take longer to end than those
 that it drags along. So the report prefers, in this order: ranks ended by a signal or with an error of their own, then
@@ -10,6 +11,7 @@ ranks whose last line of stderr is about another rank (CommunicationError, Remot
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -136,11 +138,18 @@ class _Launcher:
         # The exits, and None for an interrupt: a SimpleQueue may be filled from a signal handler.
         self._news: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
         self._interrupts = 0
+        self._pipe = os.pipe()
+        """The ranks hold the reading end: it closes when this process ends, however it ends."""
 
     def start(self, command: Sequence[str], nproc: int, environment: dict[str, str]) -> None:
         for rank in range(nproc):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._children.append(Child(rank, command, own, self._news.put))
+            own = {
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "NESTPIPE_LAUNCHER_PIPE": str(self._pipe[0]),
+            }
+            self._children.append(Child(rank, command, own, self._pipe[0], self._news.put))
 
     def interrupt(self) -> None:
         """Called by the signal handler."""
@@ -176,6 +185,8 @@ class _Launcher:
         deadline = time.monotonic() + GRACE_S
         while self._running() and time.monotonic() < deadline:
             self._next_news(deadline)
+        for descriptor in self._pipe:
+            os.close(descriptor)
 
     def _running(self) -> list[Child]:
         return [child for child in self._children if child.code is None]
