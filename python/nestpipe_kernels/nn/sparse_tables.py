@@ -61,7 +61,7 @@ class TableStore:
 
         A key without a row reads its initial value.
         """
-        return self.store.find(keys, torch.full((keys.numel(),), self.table, dtype=torch.int32))
+        return self.store.find(keys, self.table)
 
 
 class SparseTables:
