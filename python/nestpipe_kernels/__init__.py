@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from . import init as init
+    from . import jagged as jagged
+    from . import nn as nn
+    from . import optim as optim
     from .config import PipelineConfig
+    from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from .pipeline.train_pipeline import NestedPipeline
+    from .store import EmbeddingStore
     from .types import UNBOUNDED, DataType, KeyStatus, PoolingType
 
 __all__ = [
@@ -47,7 +55,7 @@ _HOMES = {
     "KeyStatus": "types",
     "KeyedJaggedTensor": "jagged",
     "KeyedTensor": "jagged",
-    "NestedPipeline": "pipeline",
+    "NestedPipeline": "pipeline.train_pipeline",
     "PipelineConfig": "config",
     "PoolingType": "types",
 }

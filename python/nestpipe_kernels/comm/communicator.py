@@ -101,6 +101,7 @@ class LocalCommunicator:
 
 
 _cache: WeakKeyDictionary[Any, dict[float, Communicator]] = WeakKeyDictionary()
+_local: dict[float, LocalCommunicator] = {}
 _cache_lock = threading.Lock()
 
 
@@ -125,7 +126,10 @@ def communicator_for(process_group: Any = None, timeout_s: float = 300.0) -> Com
         raise ValueError(f"comm: timeout_s must be a finite number of seconds > 0, got {timeout_s!r}")
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return LocalCommunicator(timeout_s)
+            with _cache_lock:
+                if timeout_s not in _local or _local[timeout_s].closed:
+                    _local[timeout_s] = LocalCommunicator(timeout_s)
+                return _local[timeout_s]
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from nestpipe_kernels.comm import Communicator, communicator_for
 from nestpipe_kernels.nn.configs import TableConfig, check_tables
 from nestpipe_kernels.nn.layout import Layout, make_layout
 from nestpipe_kernels.nn.optimizers import resolve_optimizers
@@ -60,6 +61,9 @@ class Collection(nn.Module):
     are several ranks) and raises for an open one.
     """
 
+    lookup_context: LookupContext | None
+    before_outside_access: Callable[[], None] | None
+
     _kind: ClassVar[type[TableConfig]] = TableConfig
     _pooled: ClassVar[bool] = True
     _tables_attribute: ClassVar[str] = "embedding_bags"
@@ -83,7 +87,8 @@ class Collection(nn.Module):
         self._configs = list(tables)
         self.seed = seed
         self.process_group = process_group
-        self.lookup_context: LookupContext | None = None
+        self.lookup_context = None
+        self.before_outside_access = None
         optimizers = resolve_optimizers(self._configs, optimizer, owner)
         self._layout: Layout = make_layout(self._configs, optimizers or [None] * len(self._configs), self._pooled)
         self._features = self._layout.features
@@ -94,7 +99,7 @@ class Collection(nn.Module):
                 {c.name: make_parameter_table(initial_weight(c, seed), c.trainable) for c in self._configs}
             )
         else:
-            self._sparse = SparseTables(self._layout, seed, process_group)
+            self._sparse = SparseTables(self._layout, seed, process_group, self._outside_access)
             views = _TableViews(self._sparse)
         setattr(self, self._tables_attribute, views)
 
@@ -104,6 +109,11 @@ class Collection(nn.Module):
     def device(self) -> torch.device:
         """Where outputs are."""
         return self._device
+
+    @property
+    def communicator(self) -> Communicator:
+        """This rank's exchanges with the ranks that share the tables. Collective on first use of a process group."""
+        return communicator_for(self.process_group)
 
     @property
     def sparse_optimizer(self) -> SparseOptimizerGroup:
@@ -151,7 +161,10 @@ class Collection(nn.Module):
         """
         if self._sparse is None:
             return self._forward_parameters(features)
-        context = self.lookup_context or self._own_context()
+        context = self.lookup_context
+        if context is None:
+            self._outside_access()
+            context = self._own_context()
         return context.lookup(self, features)
 
     def plan_call(self, features: Any) -> LookupCall:
@@ -191,6 +204,10 @@ class Collection(nn.Module):
 
         return eager_context(self)
 
+    def _outside_access(self) -> None:
+        if self.before_outside_access is not None:
+            self.before_outside_access()
+
     def _sparse_tables(self, what: str) -> SparseTables:
         if self._sparse is None:
             raise ValueError(
@@ -202,7 +219,7 @@ class Collection(nn.Module):
     # ----------------------------------------------------------------------------------------------- state dict
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._sparse is None:
             return
         for config in self._configs:
@@ -223,7 +240,7 @@ class Collection(nn.Module):
             start = f"{prefix}{self._tables_attribute}."
             ours = {key: value for key, value in state_dict.items() if key.startswith(start)}
             state_dict = {key: value for key, value in state_dict.items() if key not in ours}
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if self._sparse is None:

@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass
 class StoreGroup:
-    """Tables that share a store: same dim, data type and optimizer settings (learning rates are per table)."""
+    """Tables that share a store: same dim, data type, `trainable`, optimizer (but learning rates are per table)."""
 
     dim: int
     data_type: DataType
@@ -97,4 +97,4 @@ def _group_key(config: TableConfig, optimizer: SparseOptimizer | None) -> tuple[
     if optimizer is None:
         return (config.embedding_dim, config.data_type)
     settings = tuple(sorted(optimizer.hyper().items()))
-    return (config.embedding_dim, config.data_type, optimizer.name, settings)
+    return (config.embedding_dim, config.data_type, optimizer.name, settings, config.trainable)

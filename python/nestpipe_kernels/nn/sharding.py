@@ -12,7 +12,15 @@ from nestpipe_kernels.nn.weights import pieces, read_embeddings
 from nestpipe_kernels.ops.owners import default_slice_owner, owners
 from nestpipe_kernels.types import RowStore
 
-__all__ = ["all_rows", "owned_keys"]
+__all__ = ["all_rows", "owned_keys", "rank_quota"]
+
+
+def rank_quota(capacity: int | None, process_group: Any) -> int | None:
+    """This rank's share of a table's capacity; shares of all ranks sum to it."""
+    if capacity is None:
+        return None
+    communicator = communicator_for(process_group)
+    return capacity // communicator.size + (communicator.rank < capacity % communicator.size)
 
 
 def owned_keys(store: RowStore, table: int, num_embeddings: int, process_group: Any) -> Tensor:

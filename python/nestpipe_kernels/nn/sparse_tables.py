@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from nestpipe_kernels.nn.configs import TableConfig
 from nestpipe_kernels.nn.layout import Layout
 from nestpipe_kernels.nn.optimizers import initial_values
-from nestpipe_kernels.nn.sharding import all_rows, owned_keys
+from nestpipe_kernels.nn.sharding import all_rows, owned_keys, rank_quota
 from nestpipe_kernels.nn.weights import read_embeddings, write_embeddings
 from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
 from nestpipe_kernels.store import EmbeddingStore
@@ -50,25 +51,45 @@ def initial_weight(config: TableConfig, seed: int) -> Tensor:
 
 
 class TableStore:
-    """One table's rows on this rank, by key; the store itself holds the tables of a group."""
+    """One table's rows on this rank, by key; `store` itself holds the tables of a group."""
 
-    def __init__(self, store: EmbeddingStore, table: int) -> None:
-        self.store = store
-        self.table = table
+    def __init__(self, store: EmbeddingStore, name: str, before_access: Callable[[], None]) -> None:
+        self._store = store
+        self._before_access = before_access
+        self.name = name
+
+    @property
+    def store(self) -> EmbeddingStore:
+        """The store with all its tables; a pipeline that works on it has nothing in flight."""
+        self._before_access()
+        return self._store
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings float32 [n, dim] and status uint8 [n] (KeyStatus) of keys int64 [n]. Inserts nothing.
+        """As EmbeddingStore.find: embeddings float32 [n, dim] and status uint8 [n]; inserts nothing."""
+        return self.store.find(keys, table=self.name)
 
-        A key without a row reads its initial value.
-        """
-        return self.store.find(keys, self.table)
+    def find_or_insert(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """As EmbeddingStore.find_or_insert."""
+        return self.store.find_or_insert(keys, table=self.name)
+
+    def erase(self, keys: Tensor) -> Tensor:
+        """As EmbeddingStore.erase."""
+        return self.store.erase(keys, table=self.name)
+
+    def keys(self) -> Tensor:
+        """int64 [size]: the keys that have rows on this rank."""
+        return self.store.keys(self.name)
+
+    def __len__(self) -> int:
+        return self.store.size(self.name)
 
 
 class SparseTables:
     """Stores, learning rates and whole-table access of one collection."""
 
-    def __init__(self, layout: Layout, seed: int, process_group: Any) -> None:
+    def __init__(self, layout: Layout, seed: int, process_group: Any, before_access: Callable[[], None]) -> None:
         self.layout = layout
+        self._before_access = before_access
         self._seed = seed
         self._process_group = process_group
         self._configs = {config.name: config for group in layout.stores for config in group.tables}
@@ -81,7 +102,7 @@ class SparseTables:
                     num_embeddings=config.num_embeddings,
                     init=initial_values(config),
                     seed=seed,
-                    capacity=config.capacity,
+                    capacity=rank_quota(config.capacity, process_group),
                     lr_scale=config.lr_scale,
                     trainable=config.trainable,
                 )
@@ -89,7 +110,7 @@ class SparseTables:
             ]
             self.stores.append(EmbeddingStore(tables=specs, dim=group.dim, optimizer=group.optimizer))
         self.optimizer_group = SparseOptimizerGroup(
-            (config.name, config_optimizer, config.lr_scale) for config, config_optimizer in layout.optimizers
+            (config.name, rule, config.lr_scale) for config, rule in layout.optimizers if rule is not None
         )
         self._fill()
 
@@ -101,8 +122,8 @@ class SparseTables:
 
     def view(self, name: str) -> TableStore:
         """The table's rows by key."""
-        store, table = self.place(name)
-        return TableStore(self.stores[store], table)
+        store, _ = self.place(name)
+        return TableStore(self.stores[store], name, self._before_access)
 
     def learning_rates(self, store_index: int) -> Tensor:
         """float32 [T]: current rate times lr_scale; 0 for a frozen table."""
@@ -118,6 +139,7 @@ class SparseTables:
         """float32 [num_embeddings, dim], from all ranks (collective). Raises TypeError for an open vocabulary."""
         config = self._fixed(name, "weight and state_dict do")
         store, table = self.place(name)
+        self._before_access()
         weight = all_rows(self.stores[store], table, config.num_embeddings, self._process_group)
         if config.padding_key is not None:
             weight[config.padding_key] = 0.0
@@ -144,6 +166,7 @@ class SparseTables:
         """Make the rows that this rank owns those of `weight`; optimizer states stay. Changes nothing elsewhere."""
         config = self._configs[name]
         store, table = self.place(name)
+        self._before_access()
         keys = owned_keys(self.stores[store], table, config.num_embeddings, self._process_group)
         if config.padding_key is not None:
             keys = keys[keys != config.padding_key]
@@ -151,6 +174,7 @@ class SparseTables:
 
     def reset(self) -> None:
         """Forget every row; fill tables that have an init_fn anew."""
+        self._before_access()
         for store in self.stores:
             store.clear()
         self._fill()

@@ -50,7 +50,7 @@ def _write_piece(store: RowStore, table: int, keys: Tensor, values: Tensor) -> N
     if absent.numel():
         new_keys = keys[absent]
         counts = torch.zeros(absent.numel(), dtype=torch.int64)
-        retrieval = store.retrieve(new_keys, torch.full_like(new_keys, table, dtype=torch.int32), counts, 0)
+        retrieval = store.retrieve(new_keys, torch.full_like(new_keys, table, dtype=torch.int32), counts, -1)
         refused = retrieval.status == int(KeyStatus.REFUSED)
         if bool(refused.any()):
             store.undo(retrieval)

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
 from nestpipe_kernels.types import LookupCall, TableSpec
 
 __all__ = ["GradientSink", "run_lookup"]
@@ -119,7 +119,8 @@ def run_lookup(
     trainable = [_trainable_segments(call, store, tables) for store in range(len(call.stores))]
     lookup = _Lookup(call, rows_per_store, slots_per_store, on_gradient, trainable)
     anchor = torch.empty(0, requires_grad=any(any(flags) for flags in trainable))
-    outputs = _LookupFunction.apply(lookup, anchor, call.weights)
+    apply: Callable[..., tuple[Tensor, ...]] = _LookupFunction.apply
+    outputs = apply(lookup, anchor, call.weights)
     return call.finish(outputs)
 
 
