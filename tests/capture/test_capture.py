@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -538,3 +541,33 @@ def test_same_features() -> None:
     assert not same_features(ids, ids.int())
     assert not same_features(ids, [0, 1, 2])
     assert batch_size_of({"k": a}) == 4
+
+
+def test_lazy_modules_are_named() -> None:
+    model = Model(lambda m, b: m.emb(b["ids"]))
+    model.lazy = nn.LazyLinear(3)
+    with pytest.raises(
+        CaptureError, match=r"capture: 'lazy.weight' of the model is not initialized yet; run one forward"
+    ):
+        capture(model, make_batch(4))
+
+
+def test_compiled_parts_are_seen() -> None:
+    model = Model(lambda m, b: m.emb(m.compiled(b["ids"])))
+    model.compiled = torch.compile(lambda ids: ids * 2 + 1, backend="eager")
+    captured = capture(model, make_batch(8))
+    batch = make_batch(5, 1)
+    assert torch.equal(captured.replay(batch)["emb"][0], batch["ids"] * 2 + 1)
+
+
+def test_the_compiler_is_not_imported() -> None:
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
+        "from capture_fakes import FakeEmbedding\n"
+        "from nestpipe_kernels.capture import capture_inputs\n"
+        "m = FakeEmbedding()\n"
+        "capture_inputs(m, {'m': m}, torch.arange(8), lambda m, b: m(b))\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], timeout=60, check=False)
+    assert done.returncode == 0

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nestpipe_kernels.capture import merge_outputs, split
 from nestpipe_kernels.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -113,3 +115,19 @@ def test_what_cannot_be_merged_is_named(first: Any, second: Any, message: str) -
 def test_argument_counts() -> None:
     with pytest.raises(ValueError, match=r"got 1 outputs, 3 index tensors and 3 weights"):
         merge_outputs([None], PARTS, SHARES)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_merge_is_the_inverse_of_split(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    order = torch.tensor(data.draw(st.permutations(range(size))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
+    indices = [order[a:b] for a, b in zip([0, *cuts], [*cuts, size])]
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=2 * size, max_size=2 * size)))
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())), lengths=lengths)
+    parts = split({"x": torch.arange(size * 2).view(size, 2), "k": kjt}, indices)
+    merged = merge_outputs(parts, indices, [index.numel() / size for index in indices])
+    assert torch.equal(merged["x"], torch.arange(size * 2).view(size, 2))
+    assert torch.equal(merged["k"].values(), kjt.values())
+    assert torch.equal(merged["k"].lengths(), lengths)

@@ -13,6 +13,7 @@ from nestpipe_kernels.capture.capture import (
 from nestpipe_kernels.capture.merge import merge_outputs
 from nestpipe_kernels.capture.modules import batch_coupled_modules, embedding_modules, warn_batch_coupled
 from nestpipe_kernels.capture.split import batch_size_of, split
+from nestpipe_kernels.capture.transfer import move_batch, pin_batch
 
 __all__ = [
     "CapturedInputs",
@@ -24,6 +25,8 @@ __all__ = [
     "embedding_modules",
     "from_function",
     "merge_outputs",
+    "move_batch",
+    "pin_batch",
     "same_features",
     "split",
     "warn_batch_coupled",

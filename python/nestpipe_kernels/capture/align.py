@@ -166,7 +166,7 @@ class Aligner:
             return
         a, b = self.tapes[0].operations[place], self.tapes[1].operations[other]
         for tape, operation in zip(self.tapes, (a, b)):
-            for value in tape.values:
+            for value in tape.values if operation.written else ():
                 if value.origin != "operation" and value.storage in operation.written:
                     raise Unaligned(_written(operation, str(value)))
         args = self._merge(a.args, b.args, a.name)

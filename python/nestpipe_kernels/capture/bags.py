@@ -59,14 +59,23 @@ def select_samples(features: Any, indices: Tensor) -> Any:
 
 
 def take_keys(features: Any, keys: Sequence[str]) -> Any:
-    """Some of the features of a keyed jagged object, in the given order."""
-    stride = int(features.stride())
-    places = {key: place for place, key in enumerate(features.keys())}
-    lengths = features.lengths()
-    start = torch.tensor([places[key] * stride for key in keys], dtype=torch.int64, device=lengths.device).unsqueeze(1)
-    bags = (start + torch.arange(stride, device=lengths.device)).reshape(-1)
-    positions, lengths = bag_positions(lengths, bags)
-    return make_keyed(type(features), keys, *_at(features, positions), lengths)
+    """Some of the features of a keyed jagged object, in the given order. One key's tensors are views."""
+    stride, bounds = int(features.stride()), features.offset_per_key()
+    places = [list(features.keys()).index(key) for key in keys]
+
+    def take(tensor: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        parts = [tensor[start:end] for start, end in zip(starts, ends)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else tensor[:0]
+
+    starts, ends = [bounds[p] for p in places], [bounds[p + 1] for p in places]
+    weights = features.weights_or_none()
+    return make_keyed(
+        type(features),
+        keys,
+        take(features.values(), starts, ends),
+        None if weights is None else take(weights, starts, ends),
+        take(features.lengths(), [p * stride for p in places], [(p + 1) * stride for p in places]),
+    )
 
 
 def join_bags(parts: Sequence[Any]) -> Any:

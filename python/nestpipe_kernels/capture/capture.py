@@ -183,7 +183,7 @@ def capture_inputs(
 
     Runs `call_model(model, part)` twice, for copies of samples of `batch` at two batch sizes, in the model's modes and
     with gradients enabled, without a backward. Random state, buffers, parameters, gradients and modes are as before
-    afterwards; nothing is looked up.
+    afterwards; nothing is looked up. Plain Python attributes that forward sets are not put back.
 
     Args:
         model: the user's model.
@@ -194,6 +194,7 @@ def capture_inputs(
 
     Raises:
         CaptureError: an input cannot be computed from a batch; names the module, what its input depends on, the remedy.
+            Or a parameter of the model is not initialized yet (lazy modules).
         ValueError: the batch is empty or cannot be split.
     """
     size = batch_size_of(batch)

@@ -138,7 +138,10 @@ def _matching(tape: Tape, features: Any) -> list[FromBags]:
                     found.append(FromBags(path, keys, "keyed"))
                 continue
             for key in list(keyed.keys()):
-                found.extend(_matching_key(take_keys(keyed, [key]), features, path, key))
+                taken = tape.taken.get((id(keyed), key))
+                if taken is None:
+                    taken = tape.taken.setdefault((id(keyed), key), take_keys(keyed, [key]))
+                found.extend(_matching_key(taken, features, path, key))
     return found
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from nestpipe_kernels.errors import CaptureError
 
 __all__ = ["ModelState", "eager_only", "preserved_random_state"]
 
@@ -47,6 +50,12 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if is_lazy(tensor):
+                raise CaptureError(
+                    f"capture: '{name}' of the model is not initialized yet; run one forward of the model on a batch "
+                    f"before training, then make its optimizer and the pipeline"
+                )
         self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._parameters = list(model.parameters())

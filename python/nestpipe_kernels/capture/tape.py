@@ -107,6 +107,8 @@ class Tape:
     operations: list[Operation] = field(default_factory=list)
     objects: dict[int, tuple[Any, Path]] = field(default_factory=dict)
     """Containers, jagged objects and tensors of the batch by id."""
+    taken: dict[tuple[int, str], Any] = field(default_factory=dict)
+    """Single keys taken out of the batch's keyed jagged objects so far, by id of the object."""
     on_write: Callable[[Tensor], None] | None = None
     """Called with a parameter before an operation writes to it."""
     paused: bool = False
@@ -243,6 +245,10 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands every operation of this thread to a tape."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True, torch's default, imports the whole compiler at the first operation: seconds.
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
