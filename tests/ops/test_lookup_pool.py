@@ -339,6 +339,8 @@ def test_errors_of_types_and_shapes() -> None:
     backward_rest = (slots, offsets, [0, 1], [SUM], None)
     with pytest.raises(TypeError, match=r"grads\[0\] must be a float32 CPU tensor, got float64"):
         pool_backward([torch.ones(1, 3).double()], None, *backward_rest, torch.zeros(5, 3))
+    with pytest.raises(TypeError, match=r"grads\[0\] must be a float32 CPU tensor, got float16"):
+        pool_backward([torch.ones(1, 3).half()], None, *backward_rest, torch.zeros(5, 3))
     with pytest.raises(ValueError, match="accumulator must be contiguous"):
         pool_backward([None], None, *backward_rest, torch.zeros(5, 6)[:, :3])
     with pytest.raises(ValueError, match=r"rows and accumulator must have the same shape, got \[5, 3\] and \[4, 3\]"):

@@ -135,6 +135,23 @@ def test_fault_20_no_rows_is_no_op(optimizer: SparseOptimizer, dim: int, impleme
     assert rows.shape[0] == 0
 
 
+def test_fault_8_padding_moves_no_row_after_adam() -> None:
+    """800 paddings and one key: only the key's row moves, over several steps with momentum."""
+    optimizer = optim.Adam(lr=0.1)
+    slots = torch.full((801,), -1)
+    slots[400] = 1
+    rows = buffer(optimizer, 3, 4)
+    before = rows.clone()
+    for step in range(1, 6):
+        grads = torch.zeros(3, 4)
+        bags = (slots, torch.arange(802), [0, 801], [PoolingType.NONE.code])
+        pool_backward([torch.ones(801, 4)], None, *bags, None, grads)
+        assert torch.equal(grads, torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4))
+        row_update(rows, grads, optimizer, step, 0.1, torch.tensor([False, True, False]))
+    assert torch.equal(bits(rows[[0, 2]]), bits(before[[0, 2]]))
+    assert (rows[1, :4] != before[1, :4]).all()
+
+
 def test_fault_21_lazy_rule_and_step_alone_decide_bias_correction() -> None:
     """Untouched rows stay, moments included; with step 1 again, a fresh row moves as at the first step."""
     optimizer = optim.Adam()
