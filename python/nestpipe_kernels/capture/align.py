@@ -46,6 +46,7 @@ class Aligner:
         self._operations: dict[int, tuple[int, ProgramOperation]] = {}
 
     def finish(self) -> Program:
+        """The program with its operations in the order in which the model ran them."""
         self.program.operations = [self._operations[place][1] for place in sorted(self._operations)]
         return self.program
 

@@ -83,6 +83,7 @@ class CapturedInputs(SparseInputs):
         return {name: sum(call.module == name for call in self._program.calls) for name in self.names}
 
     def replay(self, batch: Any) -> dict[str, list[Any]]:
+        """As SparseInputs.replay."""
         features = self._program.run(batch, batch_size_of(batch))
         result: dict[str, list[Any]] = {name: [] for name in self.names}
         for call, item in sorted(zip(self._program.calls, features), key=lambda pair: pair[0].index):
@@ -90,6 +91,7 @@ class CapturedInputs(SparseInputs):
         return result
 
     def describe(self, name: str, call: int) -> str:
+        """As SparseInputs.describe."""
         found = [c for c in self._program.calls if c.module == name and c.index == call]
         return self._program.describe(found[0]) if found else "nothing"
 
@@ -109,6 +111,7 @@ class FunctionInputs(SparseInputs):
         self._name_of.update({name: name for name in modules})
 
     def replay(self, batch: Any) -> dict[str, list[Any]]:
+        """As SparseInputs.replay."""
         with torch.no_grad():
             returned = self._function(batch)
         if not isinstance(returned, Mapping):

@@ -68,6 +68,7 @@ class ModelState:
             self._written[id(parameter)] = (parameter, parameter.detach().clone())
 
     def restore(self) -> None:
+        """Put back all that the probe may have changed."""
         with torch.no_grad():
             for tensor, saved in [*self._buffers, *self._written.values()]:
                 if tensor.shape != saved.shape or not _same_bits(tensor, saved):

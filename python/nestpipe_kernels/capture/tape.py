@@ -168,6 +168,7 @@ class Tape:
         return self._add(tensor, "constant", taint=trainable)
 
     def taint_of(self, number: int) -> str | None:
+        """Why a value cannot be replayed, or None."""
         value = self.values[number]
         return value.taint or self._storage_taints.get(value.storage)
 

@@ -96,6 +96,7 @@ def is_keyed_tensor(value: Any) -> bool:
 
 
 def is_namedtuple(value: Any) -> bool:
+    """Whether a value is an instance of a namedtuple class."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 

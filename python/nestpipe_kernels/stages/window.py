@@ -76,6 +76,7 @@ class MicroContext:
             self._slots[binding.module_name].append(list(torch.split(plan.source.slots[number], lengths)))
 
     def lookup(self, module: EmbeddingModule, features: Any) -> Any:
+        """Answer a module call of this micro-batch from the rows that were planned and received for it."""
         name = self._names[id(module)]
         call_index = self._next[name]
         planned = self._micro.inputs.get(name, [])

@@ -55,6 +55,7 @@ class OracleLookup(nn.Module):
         self.calls: list[list[_Bag]] = []
 
     def forward(self, bags: dict[str, list[tuple[list[int], list[float] | None]]]) -> dict[str, Tensor]:
+        """Feature -> pooled [B, dim] of its bags, each (keys, weights or None)."""
         call: list[_Bag] = []
         outputs: dict[str, list[Tensor]] = {}
         for table in self.tables:

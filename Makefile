@@ -1,0 +1,76 @@
+# Two commands do everything on a fresh machine with Python >= 3.10 and a C++17 compiler: `make train` and `make test`.
+# The package is installed as a wheel into a virtual environment; tests never see the source folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+OUT ?= out
+NPROC ?= 2
+TRAIN_ARGS ?=
+TEST_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+LINTED := python tests bench examples
+SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
+           CMakeLists.txt pyproject.toml README.md LICENSE
+
+.PHONY: help venv build peers train test lint soak sanitize clean
+
+help:
+	@echo "make venv      virtual environment $(VENV) with $(TORCH)"
+	@echo "make build     compile and install the package and the development tools into it"
+	@echo "make train     train on $(NPROC) ranks, sequential beside nested, on built-in data; timeline in $(OUT)/step.html"
+	@echo "make test      all tests on the installed package (NESTPIPE_TEST_DATA, NESTPIPE_TEST_ML100K: real data)"
+	@echo "make lint      ruff, clang-format, mypy"
+	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
+	@echo "make soak      the full product of test cases (long)"
+	@echo "make peers     install TorchRec and FBGEMM, for comparisons and their tests"
+	@echo "make clean     remove everything that was built"
+
+# torch goes first and pinned: what the package itself asks for would draw the newest build.
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed, $(PYTHON) is %d.%d" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq '$(TORCH)'
+	@touch $@
+
+$(VENV)/.build: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install -qq '.[dev]'
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.torch bench/peers.txt
+	$(BIN)/python -m pip install -qq --no-deps -r bench/peers.txt
+	@touch $@
+
+venv: $(VENV)/.torch
+build: $(VENV)/.build
+peers: $(VENV)/.peers
+
+train: build
+	@mkdir -p $(OUT)
+	$(BIN)/nestpipe train --nproc $(NPROC) --compare --timeline $(OUT)/step.html $(TRAIN_ARGS)
+
+test: build
+	$(BIN)/pytest -m 'not soak' $(TEST_ARGS)
+
+soak: build
+	$(BIN)/pytest -m soak --timeout 3600 $(TEST_ARGS)
+
+lint: build
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	find csrc tests/cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+sanitize: build
+	@for kind in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
+	  $(BIN)/cmake --build build/sanitize-$$kind -j $(JOBS) && \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	    $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
