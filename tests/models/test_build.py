@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nestpipe_kernels import optim
 from nestpipe_kernels.data import CriteoDataset, MovieLensDataset, SyntheticConfig, SyntheticDataset, batches
 from nestpipe_kernels.data.dataset import Dataset
 from nestpipe_kernels.models import build
@@ -32,7 +33,6 @@ def test_unknown_models(name: str, message: str) -> None:
 @pytest.mark.parametrize("dataset", [SYNTHETIC, CriteoDataset, MovieLensDataset], ids=lambda d: d.name)
 def test_tables_follow_from_the_data(dataset: Dataset) -> None:
     """Tables of a data set's class are enough: no file is read."""
-    optim = pytest.importorskip("nestpipe_kernels.optim")
     model = build("dlrm", dataset, optim.Adagrad(lr=0.1), embedding_dim=8, bottom_mlp=(16, 99), top_mlp=(4,))
     configs: Any = model.embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]
     assert [(c.name, tuple(c.feature_names)) for c in configs] == [(t.name, t.feature_names) for t in dataset.tables]
@@ -41,8 +41,6 @@ def test_tables_follow_from_the_data(dataset: Dataset) -> None:
 
 
 def test_training_on_stores_is_the_same_again_and_lowers_the_loss() -> None:
-    optim = pytest.importorskip("nestpipe_kernels.optim")
-
     def losses() -> list[float]:
         model = build("dlrm", SYNTHETIC, optim.Adagrad(lr=0.05), embedding_dim=8, bottom_mlp=(8,), top_mlp=(8,), seed=2)
         dense = torch.optim.Adam([p for _, p in model.named_parameters()], lr=0.01)
