@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,7 +125,7 @@ def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor 
     lengths = batch.lengths[[batch.keys.index(segment.feature) for segment in segments]]  # [S, B]
     tables = torch.tensor([segment.table_index for segment in segments], dtype=torch.int32)
     num_samples = batch.batch_size
-    samples = torch.arange(num_samples).repeat(len(segments)).repeat_interleave(lengths.reshape(-1))
+    samples = _repeat(torch.arange(num_samples).repeat(len(segments)), lengths.reshape(-1))
     if segments[0].mode is PoolingType.NONE:
         bag_offsets = torch.arange(keys.numel() + 1)
         segment_bags = [0, *sizes.cumsum(0).tolist()]
@@ -137,7 +138,7 @@ def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor 
         positions = torch.cat([torch.arange(where.start, where.stop) for where in slices])
     store_keys = StoreKeys(
         keys=keys,
-        tables=tables.repeat_interleave(sizes),
+        tables=_repeat(tables, sizes),
         bag_offsets=bag_offsets,
         segment_bags=tuple(segment_bags),
         segment_modes=tuple(segment.mode.code for segment in segments),
@@ -145,6 +146,11 @@ def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor 
         valid=_valid(segments, slices, keys),
     )
     return store_keys, positions, samples
+
+
+def _repeat(values: Tensor, counts: Tensor) -> Tensor:
+    """values[i], counts[i] times; numpy's takes a tenth of repeat_interleave's time."""
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
 def _pick(values: Tensor, slices: Sequence[slice]) -> Tensor:
@@ -175,8 +181,8 @@ def _check_range(segment: Segment, batch: CallInput, owner: str) -> None:
     if ids.numel() == 0:
         return
     size = segment.config.num_embeddings
-    low, high = torch.aminmax(ids)
-    if int(low) >= 0 and int(high) < size:
+    found = ids.numpy()
+    if int(found.min()) >= 0 and int(found.max()) < size:
         return
     position = int(((ids < 0) | (ids >= size)).nonzero()[0])
     row = batch.lengths[batch.keys.index(segment.feature)]
