@@ -171,6 +171,27 @@ def test_keys_taken_out_of_a_keyed_jagged(theirs: bool) -> None:
     check_replay(body, lambda size, seed: make_batch(size, seed, cls))
 
 
+def test_weights_that_are_learned_are_left_to_the_model() -> None:
+    def body(m: Any, b: Any) -> None:
+        k = b["kjt"]
+        weights = k.weights() * m.linear.weight[0, 0]
+        m.emb(KeyedJaggedTensor(["a", "b"], k.values(), weights=weights, lengths=k.lengths()))
+
+    model = Model(body)
+    captured = capture(model, make_batch(8))
+    batch = make_batch(5, 1)
+    planned = captured.replay(batch)["emb"][0]
+    assert torch.equal(planned.weights(), torch.ones(planned.values().numel()))
+    model(batch)
+    captured.check("emb", 0, planned, model.emb.received[-1])
+    changed = KeyedJaggedTensor(["a", "b"], planned.values() + 1, weights=planned.weights(), lengths=planned.lengths())
+    with pytest.raises(CaptureError, match="received other ids"):
+        captured.check("emb", 0, planned, changed)
+    unweighted = KeyedJaggedTensor(["a", "b"], planned.values(), lengths=planned.lengths())
+    with pytest.raises(CaptureError, match="received other ids"):
+        captured.check("emb", 0, planned, unweighted)
+
+
 def test_jagged_built_in_the_model() -> None:
     def body(m: Any, b: Any) -> None:
         keep = b["ids"] > 10
@@ -352,10 +373,8 @@ def _mutated(m: Any, b: Any) -> None:
     m.emb(b["ids"])
 
 
-def _weights(m: Any, b: Any) -> None:
-    k = b["kjt"]
-    weights = k.weights() * m.linear.weight[0, 0]
-    m.emb(KeyedJaggedTensor(["a", "b"], k.values(), weights=weights, lengths=k.lengths()))
+def _values(m: Any, b: Any) -> None:
+    m.emb(JaggedTensor(values=m.linear.bias.long(), lengths=torch.ones(4, dtype=torch.int64)))
 
 
 def _unregistered(m: Any, b: Any) -> None:
@@ -388,7 +407,7 @@ def _float(m: Any, b: Any) -> None:
             r"it depends on the output of embedding module 'second'",
         ),
         (lambda m, b: m.emb({"x": m.linear.bias.data.long()}), r"it depends on parameter 'linear.bias'"),
-        (_weights, r"its weights depend on parameter 'linear.weight'"),
+        (_values, r"its values depend on parameter 'linear.bias'"),
         (_unregistered, r"it depends on a trainable tensor that is not a parameter of the model"),
         (_numpy, r"the input uses a tensor that differs between two batch sizes and was not made by recorded"),
         (_loop, r"\d+ operations lead to it for a batch of 8 samples and \d+ \(or others\) for one of 3: control flow"),
@@ -531,6 +550,9 @@ def test_same_features() -> None:
     assert not same_features(a, make_batch(4, 1)["kjt"])
     unweighted = KeyedJaggedTensor(a.keys(), a.values(), lengths=a.lengths())
     assert not same_features(a, unweighted)
+    other = KeyedJaggedTensor(a.keys(), a.values(), weights=a.weights() + 1, lengths=a.lengths())
+    assert not same_features(a, other)
+    assert same_features({"k": a}, {"k": other}, weights=False)
     renamed = KeyedJaggedTensor(["a", "c"], a.values(), weights=a.weights(), lengths=a.lengths())
     assert not same_features(a, renamed)
     assert not same_features(a, a["a"])

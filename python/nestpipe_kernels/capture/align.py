@@ -127,13 +127,16 @@ class Aligner:
             )
         if (a.components[1] is None) != (b.components[1] is None):
             raise Unaligned("it has weights for one batch size only")
-        values, weights, lengths = (
-            None if x is None or y is None else self._trace((x, y), positions, part)
-            for x, y, part in zip(a.components, b.components, ("values", "weights", "lengths"))
-        )
-        assert values is not None
-        assert lengths is not None
-        return Built(a.cls, a.keys, values, weights, lengths)
+        values = self._trace((a.components[0], b.components[0]), positions, "values")
+        lengths = self._trace((a.components[2], b.components[2]), positions, "lengths")
+        weights, sides = None, (a.components[1], b.components[1])
+        if sides[0] is not None and sides[1] is not None:
+            before = dict(self._pairs), dict(self._operations)
+            try:
+                weights = self._trace((sides[0], sides[1]), positions, "weights")
+            except Unaligned:  # taken from the model when it runs, see Built
+                self._pairs, self._operations = before
+        return Built(a.cls, a.keys, values, weights, lengths, sides[0] is not None)
 
     # ---------------------------------------------------------------------------------------------- operations
 

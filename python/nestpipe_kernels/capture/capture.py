@@ -45,12 +45,12 @@ class SparseInputs(ABC):
         return "sparse_inputs"
 
     def check(self, name: str, call: int, planned: Any, actual: Any) -> None:
-        """Compare a planned input with the one that the model passed.
+        """Compare a planned input with the one that the model passed: keys and bags, not the values of weights.
 
         Raises:
             CaptureError: they differ.
         """
-        if not same_features(planned, actual):
+        if not same_features(planned, actual, weights=False):
             raise CaptureError(
                 f"capture: module '{name}' call {call} received other ids than planned from the batch (planned: "
                 f"{self.describe(name, call)}): its input depends on something else than the batch, or on numbers read "
@@ -104,7 +104,7 @@ class CapturedInputs(SparseInputs):
 class FunctionInputs(SparseInputs):
     """The user's own `sparse_inputs`, checked for shape."""
 
-    def __init__(self, function: Callable[[Any], Mapping[Any, Any]], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, function: Callable[[Any], Mapping[Any, Any]], modules: Mapping[str, Any]) -> None:
         self.names = tuple(modules)
         self._function = function
         self._name_of: dict[Any, str] = {module: name for name, module in modules.items()}
@@ -141,7 +141,7 @@ class FunctionInputs(SparseInputs):
         return {name: result[name] for name in self.names}
 
 
-def from_function(function: Callable[[Any], Mapping[Any, Any]], modules: Mapping[str, nn.Module]) -> FunctionInputs:
+def from_function(function: Callable[[Any], Mapping[Any, Any]], modules: Mapping[str, Any]) -> FunctionInputs:
     """Use `function(batch) -> {module or its name: [input per call]}` instead of a capture."""
     return FunctionInputs(function, modules)
 
@@ -177,7 +177,7 @@ class _ProbeContext:
 
 def capture_inputs(
     model: nn.Module,
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, Any],
     batch: Any,
     call_model: Callable[[nn.Module, Any], Any],
     split_batch: SplitBatch | None = None,
@@ -231,7 +231,7 @@ def _other_samples(size: int) -> Tensor:
 
 def _run_probe(
     model: nn.Module,
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, Any],
     batch: Any,
     size: int,
     call_model: Callable[[nn.Module, Any], Any],

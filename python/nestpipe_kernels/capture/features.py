@@ -17,11 +17,14 @@ from nestpipe_kernels.capture.tree import children, is_jagged, is_keyed_jagged, 
 __all__ = ["Received", "receive", "same_features"]
 
 
-def same_features(a: Any, b: Any) -> bool:
+def same_features(a: Any, b: Any, weights: bool = True) -> bool:
     """Whether two inputs of an embedding module ask for the same keys, bags and weights.
 
     The same object is the same at once; else tensors are compared by dtype and value (on a device this waits for it),
     jagged objects by keys, values, lengths and weights, containers part by part.
+
+    Args:
+        weights: False compares only whether jagged objects have weights, not which.
     """
     if a is b:
         return True
@@ -32,10 +35,8 @@ def same_features(a: Any, b: Any) -> bool:
             return False
         if is_keyed_jagged(a) and list(a.keys()) != list(b.keys()):
             return False
-        weights, other_weights = a.weights_or_none(), b.weights_or_none()
-        if (weights is None) != (other_weights is None) or (
-            weights is not None and not _same_tensor(weights, other_weights)
-        ):
+        mine, other = a.weights_or_none(), b.weights_or_none()
+        if (mine is None) != (other is None) or (weights and mine is not None and not _same_tensor(mine, other)):
             return False
         return _same_tensor(a.values(), b.values()) and _same_lengths(a.lengths(), b.lengths())
     parts, others = children(a), children(b)
@@ -44,7 +45,7 @@ def same_features(a: Any, b: Any) -> bool:
     return (
         type(a) is type(b)
         and [step for step, _ in parts] == [step for step, _ in others]
-        and all(same_features(x, y) for (_, x), (_, y) in zip(parts, others))
+        and all(same_features(x, y, weights) for (_, x), (_, y) in zip(parts, others))
     )
 
 

@@ -145,6 +145,8 @@ class Program:
         parts = [None if p is None else self._make(p, values, batch, size) for p in (recipe.values, recipe.weights)]
         lengths = self._make(recipe.lengths, values, batch, size)
         assert parts[0] is not None
+        if recipe.weighted and parts[1] is None:
+            parts[1] = torch.ones(parts[0].shape[0], device=parts[0].device)
         if recipe.keys is None:
             return make_jagged(recipe.cls, parts[0], parts[1], lengths)
         return make_keyed(recipe.cls, recipe.keys, parts[0], parts[1], lengths)

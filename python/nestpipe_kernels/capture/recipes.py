@@ -83,13 +83,18 @@ class Container:
 
 @dataclass(frozen=True)
 class Built:
-    """A jagged (keys None) or keyed jagged object that the model builds."""
+    """A jagged (keys None) or keyed jagged object that the model builds.
+
+    Per-sample weights that cannot be made from a batch (they are learned, say) are ones in the plan: only keys and bags
+    decide what is routed, and the forward takes the weights that the model passes.
+    """
 
     cls: type
     keys: tuple[str, ...] | None
     values: Traced
     weights: Traced | None
     lengths: Traced
+    weighted: bool
 
 
 Features = BatchItem | FromBags | Traced | Scalar | Container | Built
