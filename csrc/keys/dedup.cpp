@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "dedup_radix.h"
 #include "nestpipe/parallel.h"
 #include "pair_set.h"
 
@@ -12,6 +13,8 @@ namespace nestpipe {
 namespace {
 
 constexpr std::int64_t kMinPartSize = 32768;
+constexpr std::int64_t kMinRadixSize = std::int64_t{1} << 18;
+constexpr std::int64_t kSampleSize = 4096;
 
 KeyList slice(const KeyList& list, std::int64_t begin, std::int64_t end) {
   return {list.keys + begin, list.tables ? list.tables + begin : nullptr, end - begin};
@@ -59,11 +62,32 @@ std::int64_t dedup_parts(const KeyList& input, std::int64_t* unique_index, std::
   return merged.size();
 }
 
+// Whether a long list is mostly distinct, by a sample of runs that are evenly spread. A sample
+// repeats less than the list does, so nearly all of it must be distinct.
+bool mostly_distinct(const KeyList& input) {
+  constexpr std::int64_t kRun = 8;
+  std::vector<std::int64_t> keys;
+  std::vector<std::int32_t> tables;
+  for (std::int64_t i = 0; i < kSampleSize; ++i) {
+    const std::int64_t run = i / kRun;
+    const std::int64_t at = input.size / (kSampleSize / kRun) * run + i % kRun;
+    keys.push_back(input.keys[at]);
+    tables.push_back(input.tables ? input.tables[at] : 0);
+  }
+  PairSet<true> set(kSampleSize);
+  std::vector<std::int32_t> numbers(keys.size());
+  set.insert({keys.data(), tables.data(), kSampleSize}, {nullptr, nullptr, 0}, numbers.data());
+  return set.size() > kSampleSize / 8 * 7;
+}
+
 }  // namespace
 
 std::int64_t dedup(const KeyList& input, std::int64_t* unique_index, std::int32_t* inverse,
                    std::int64_t* counts) {
   if (input.size == 0) return 0;
+  if (input.size >= kMinRadixSize && mostly_distinct(input)) {
+    return dedup_radix(input, unique_index, inverse, counts);
+  }
   return input.tables ? dedup_parts<true>(input, unique_index, inverse, counts)
                       : dedup_parts<false>(input, unique_index, inverse, counts);
 }

@@ -20,6 +20,12 @@
 
 namespace nestpipe {
 
+// Low bits choose slots, high bits partitions.
+inline std::uint64_t hash_pair(std::int64_t key, std::int32_t table) {
+  const auto salt = static_cast<std::uint64_t>(static_cast<std::uint32_t>(table));
+  return hash_key(salt * 0x9E3779B97F4A7C15ull, key);
+}
+
 template <bool kTables>
 class PairSet {
  public:
@@ -92,11 +98,6 @@ class PairSet {
   static constexpr int kBlock = 32;
   static constexpr std::int64_t kFirstCapacity = std::int64_t{1} << 18;
 
-  static std::uint64_t hash(std::int64_t key, std::int32_t table) {
-    const auto salt = static_cast<std::uint64_t>(static_cast<std::uint32_t>(table));
-    return hash_key(salt * 0x9E3779B97F4A7C15ull, key);
-  }
-
   bool equals(const KeyList& list, std::int64_t at, std::uint32_t id) const {
     return (keys_[id] == list.keys[at]) & (!kTables || tables_[id] == list.tables[at]);
   }
@@ -105,7 +106,7 @@ class PairSet {
                       std::uint64_t* slot_of) const {
     const std::uint64_t mask = slots_.size() - 1;
     for (int i = 0; i < count; ++i) {
-      slot_of[i] = hash(list.keys[begin + i], kTables ? list.tables[begin + i] : 0) & mask;
+      slot_of[i] = hash_pair(list.keys[begin + i], kTables ? list.tables[begin + i] : 0) & mask;
       __builtin_prefetch(&slots_[slot_of[i]]);
     }
     for (int i = 0; i < count; ++i) {
@@ -144,9 +145,10 @@ class PairSet {
     for (std::uint32_t id = 1; id < next_; ++id) {
       if (id + kAhead < next_) {
         const std::uint32_t later = id + kAhead;
-        __builtin_prefetch(&larger[hash(keys_[later], kTables ? tables_[later] : 0) & mask], 1);
+        __builtin_prefetch(&larger[hash_pair(keys_[later], kTables ? tables_[later] : 0) & mask],
+                           1);
       }
-      std::uint64_t slot = hash(keys_[id], kTables ? tables_[id] : 0) & mask;
+      std::uint64_t slot = hash_pair(keys_[id], kTables ? tables_[id] : 0) & mask;
       while (larger[slot] != 0) slot = (slot + 1) & mask;
       larger[slot] = id;
     }

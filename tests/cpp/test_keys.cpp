@@ -160,7 +160,7 @@ void run_all() {
   for (const int threads : {1, 2, 4}) {
     set_num_threads(threads);
     for (const bool with_tables : {false, true}) {
-      for (const std::int64_t size : {0, 1, 63, 1000, 150000}) {
+      for (const std::int64_t size : {0, 1, 63, 1000, 150000, 300000}) {
         for (const std::uint64_t distinct : {1, 6, 40, 70000, 1 << 26}) {
           test_dedup(make_keys(size, distinct, 1), with_tables);
         }
