@@ -256,6 +256,15 @@ def test_in_place_operations_are_replayed_in_order() -> None:
     assert torch.equal(batch["ids"], make_batch(5, 1)["ids"])
 
 
+def test_tensors_cached_by_the_first_forward() -> None:
+    def body(m: Any, b: Any) -> None:
+        if not hasattr(m, "cache"):
+            m.cache = torch.arange(3) * 1000
+        m.emb(b["ids"] + m.cache)
+
+    check_replay(body)
+
+
 def test_small_batches_can_be_captured() -> None:
     for size in (1, 2, 3):
         check_replay(lambda m, b: m.norm(m.linear(m.emb(b["ids"][:, 0] + b["ids"].size(0)))), size=2)

@@ -19,7 +19,7 @@ from nestpipe_kernels.capture.recipes import (
     Scalar,
     Traced,
 )
-from nestpipe_kernels.capture.tape import Operation, Reference, Tape
+from nestpipe_kernels.capture.tape import Operation, Reference, Tape, short_name
 from nestpipe_kernels.capture.tree import format_path
 
 __all__ = ["Aligner", "Unaligned"]
@@ -111,8 +111,8 @@ class Aligner:
     def _only_moved(self, values: tuple[Received, Received], positions: tuple[int, int]) -> bool:
         for tape, value, position in zip(self.tapes, values, positions):
             assert value.number is not None
-            names = [tape.operations[place].name for place in tape.slice(value.number, position)]
-            if not names or not all(n.startswith("fbgemm.") or n.split(".")[1] in _MOVES for n in names):
+            functions = [tape.operations[place].function for place in tape.slice(value.number, position)]
+            if not functions or not all(str(f).startswith("fbgemm.") or short_name(f) in _MOVES for f in functions):
                 return False
         return True
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe_kernels.capture.tree import is_keyed_jagged
-from nestpipe_kernels.jagged import bag_positions
+from nestpipe_kernels.jagged import KeyedJaggedTensor, bag_positions
 
 __all__ = ["join_bags", "make_jagged", "make_keyed", "num_bags", "pair_lengths", "select_samples", "take_keys"]
 
@@ -47,6 +47,8 @@ def select_samples(features: Any, indices: Tensor) -> Any:
         features: a keyed jagged or jagged object of B samples.
         indices: int64 [m], checked.
     """
+    if isinstance(features, KeyedJaggedTensor):
+        return features.select(indices)
     lengths = features.lengths()
     indices = indices.to(lengths.device)
     if not is_keyed_jagged(features):

@@ -184,9 +184,10 @@ def capture_inputs(
 ) -> CapturedInputs:
     """Find out how the inputs of embedding modules come from a batch.
 
-    Runs `call_model(model, part)` twice, for copies of samples of `batch` at two batch sizes, in the model's modes and
-    with gradients enabled, without a backward. Random state, buffers, parameters, gradients and modes are as before
-    afterwards; nothing is looked up. Plain Python attributes that forward sets are not put back.
+    Runs `call_model(model, part)` twice (a third time if that is not conclusive), for copies of samples of `batch` at
+    two batch sizes, in the model's modes and with gradients enabled, without a backward. Random state, buffers,
+    parameters, gradients and modes are as before afterwards; nothing is looked up. Plain Python attributes that forward
+    sets are not put back.
 
     Args:
         model: the user's model.
@@ -204,15 +205,21 @@ def capture_inputs(
     if size < 1:
         raise ValueError("capture_inputs: expected a batch with at least one sample, got none; capture another batch")
     indices = [torch.arange(size), _other_samples(size)]
-    parts = split(batch, indices, split_batch)
+    names = tuple(modules)
+
+    def probe(index: Tensor) -> _Probe:
+        part = split(batch, [index], split_batch)[0]
+        return _run_probe(model, modules, part, index.numel(), call_model, state)
+
     state = ModelState(model)
     try:
         with preserved_random_state(), eager_only():
-            probes = [
-                _run_probe(model, modules, part, index.numel(), call_model, state)
-                for part, index in zip(parts, indices)
-            ]
-            return CapturedInputs(tuple(modules), _program(probes[0], probes[1], tuple(modules)))
+            first, second = (probe(index) for index in indices)
+            try:
+                return CapturedInputs(names, _program(first, second, names))
+            except CaptureError:
+                # The first forward of a model may fill caches that later ones use. With those, it must be right.
+                return CapturedInputs(names, _program(probe(indices[0]), second, names))
     finally:
         state.restore()
 

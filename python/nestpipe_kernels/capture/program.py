@@ -28,7 +28,7 @@ from nestpipe_kernels.capture.recipes import (
     Scalar,
     Traced,
 )
-from nestpipe_kernels.capture.tape import Leaf, Reference, tensors_in
+from nestpipe_kernels.capture.tape import Leaf, Reference, short_name, tensors_in
 from nestpipe_kernels.capture.tree import Path, children, format_path, is_jagged, is_keyed_jagged, rebuild
 from nestpipe_kernels.errors import CaptureError
 
@@ -168,7 +168,7 @@ class Program:
         for operation in reversed(self.operations):
             if wanted.isdisjoint(operation.outputs):
                 continue
-            names.append(str(operation.function).split(".")[1])
+            names.append(short_name(operation.function))
             wanted.update(n for n in _references((operation.args, operation.kwargs)))
         for leaf in sorted(str(self.leaves[n][0]) for n in wanted if n in self.leaves):
             sources.append(leaf)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestpipe_kernels.capture.tree import Path, format_path, is_jagged, is_keyed_jagged, walk
 
-__all__ = ["Leaf", "Operation", "Reference", "Tape", "TapeMode", "Value", "tensors_in"]
+__all__ = ["Leaf", "Operation", "Reference", "Tape", "TapeMode", "Value", "short_name", "tensors_in"]
 
 # Written by schema, yet no data changes.
 _NO_WRITE = frozenset({"aten::detach_", "aten::lift_fresh", "aten::requires_grad_"})
@@ -78,6 +78,12 @@ class Operation:
     @property
     def name(self) -> str:
         return str(self.function).removesuffix(".default")
+
+
+def short_name(function: Any) -> str:
+    """`slice` of `aten.slice.Tensor`."""
+    parts = str(function).split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
