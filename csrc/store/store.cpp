@@ -24,8 +24,10 @@ namespace nestpipe {
 namespace {
 
 constexpr std::int64_t kKeysPerTask = 2048;
-constexpr std::int64_t kBlock =
-    32;  // Keys whose cache lines are requested before the first is read.
+// Keys whose cache lines are requested before the first of them is read.
+constexpr std::int64_t kBlock = 32;
+// Keys between a request for a cache line and its use.
+constexpr std::int64_t kAhead = 16;
 
 std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats) {
   const std::int64_t used = dim + state_floats + 1;
@@ -35,15 +37,24 @@ std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats) {
 
 // Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
 // order: each thread visits the owners that fall to it. Negative owners are skipped.
-template <typename Visit>
+// prefetch(owner[j]) comes some visits earlier.
+template <typename Prefetch, typename Visit>
 void for_each_in_owner_order(const std::int64_t* owner, std::int64_t size, bool backwards,
-                             const Visit& visit) {
+                             const Prefetch& prefetch, const Visit& visit) {
   const std::int64_t parts =
       std::max<std::int64_t>(1, std::min<std::int64_t>(num_threads(), size / kKeysPerTask));
+  const auto part_of = [parts](std::int64_t owner_number) {
+    const std::uint32_t spread = static_cast<std::uint32_t>(owner_number) * 0x9E3779B1u;
+    return static_cast<std::int64_t>((spread * static_cast<std::uint64_t>(parts)) >> 32);
+  };
   parallel_tasks(parts, [&](std::int64_t part) {
     for (std::int64_t i = 0; i < size; ++i) {
+      if (i + kAhead < size) {
+        const std::int64_t later = owner[backwards ? size - 1 - i - kAhead : i + kAhead];
+        if (later >= 0 && part_of(later) == part) prefetch(later);
+      }
       const std::int64_t j = backwards ? size - 1 - i : i;
-      if (owner[j] >= 0 && owner[j] % parts == part) visit(j);
+      if (owner[j] >= 0 && part_of(owner[j]) == part) visit(j);
     }
   });
 }
@@ -63,13 +74,17 @@ struct EmbeddingStore::Missing {
   std::int64_t key(std::uint32_t i) const { return in.keys[positions[i]]; }
   std::int32_t table(std::uint32_t i) const { return in.tables[positions[i]]; }
 
-  // Calls visit(i) for all missing keys, those of one shard in order on one thread.
-  template <typename Visit>
-  void for_each_by_shard(const Visit& visit) const {
+  // Calls visit(i) for all missing keys, those of one shard in order on one thread, and prefetch(i)
+  // some visits earlier.
+  template <typename Prefetch, typename Visit>
+  void for_each_by_shard(const Prefetch& prefetch, const Visit& visit) const {
     const auto count = static_cast<std::int64_t>(positions.size());
     const std::int64_t shards_per_task = kNumShards * kKeysPerTask / count + 1;
     parallel_ranges(kNumShards, shards_per_task, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t at = shard_ends[begin]; at < shard_ends[end]; ++at) visit(by_shard[at]);
+      for (std::int64_t at = shard_ends[begin]; at < shard_ends[end]; ++at) {
+        if (at + kAhead < shard_ends[end]) prefetch(by_shard[at + kAhead]);
+        visit(by_shard[at]);
+      }
     });
   }
 };
@@ -133,12 +148,15 @@ void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std
   const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
   search(in, out.handles);
   insert_missing(in, out);
+  const auto request_record = [this](std::int64_t handle) {
+    __builtin_prefetch(record(handle), 1);
+  };
   for (std::int64_t j = 0; j < in.size; ++j) {
     if (out.handles[j] >= 0) continue;
     out.previous_last_used[j] = -1;
     out.previous_frequency[j] = 0;
   }
-  for_each_in_owner_order(out.handles, in.size, false, [&](std::int64_t j) {
+  for_each_in_owner_order(out.handles, in.size, false, request_record, [&](std::int64_t j) {
     Record* const used = record(out.handles[j]);
     out.previous_last_used[j] = used->last_used;
     out.previous_frequency[j] = used->frequency;
@@ -195,7 +213,10 @@ void EmbeddingStore::enter_provisionally(Missing* missing) {
   for (int s = 0; s < kNumShards; ++s) missing->shard_ends[s + 1] += missing->shard_ends[s];
   std::vector<std::int64_t> next(missing->shard_ends.begin(), missing->shard_ends.end() - 1);
   for (std::uint32_t i = 0; i < count; ++i) missing->by_shard[next[shard_of(hash_of(i))]++] = i;
-  missing->for_each_by_shard([&](std::uint32_t i) {
+  const auto request_bucket = [&](std::uint32_t i) {
+    tables_[missing->table(i)]->index.prefetch(hash_of(i));
+  };
+  missing->for_each_by_shard(request_bucket, [&](std::uint32_t i) {
     const std::uint32_t found =
         tables_[missing->table(i)]->index.insert(hash_of(i), missing->key(i), i);
     missing->first[i] = found == kNoRow ? i : found;
@@ -230,7 +251,11 @@ void EmbeddingStore::number_rows(Missing* missing) {
 }
 
 void EmbeddingStore::settle(const Missing& missing) {
-  missing.for_each_by_shard([&](std::uint32_t i) {
+  const auto request_bucket = [&](std::uint32_t i) {
+    const KeyIndex& index = tables_[missing.table(i)]->index;
+    index.prefetch(index.hash(missing.key(i)));
+  };
+  missing.for_each_by_shard(request_bucket, [&](std::uint32_t i) {
     if (missing.first[i] != i) return;
     KeyIndex& index = tables_[missing.table(i)]->index;
     const std::uint64_t hash = index.hash(missing.key(i));
@@ -253,7 +278,10 @@ void EmbeddingStore::withdraw(const Missing& missing) {
 void EmbeddingStore::undo(const RetrievalSpan& retrieval, std::int64_t size) {
   check_handles(retrieval.handles, size);
   const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
-  for_each_in_owner_order(retrieval.handles, size, true, [&](std::int64_t j) {
+  const auto request_record = [this](std::int64_t handle) {
+    __builtin_prefetch(record(handle), 1);
+  };
+  for_each_in_owner_order(retrieval.handles, size, true, request_record, [&](std::int64_t j) {
     Record* const used = record(retrieval.handles[j]);
     used->last_used = retrieval.previous_last_used[j];
     used->frequency = retrieval.previous_frequency[j];
