@@ -200,10 +200,10 @@ class LaneScheduler:
         self.timeline.record(COMPUTE_LANE, name, batch, micro, start, time.perf_counter_ns(), kind, exposed)
 
     def abandon(self, batch: BatchState) -> None:
-        """Mark the caller's nodes of a batch that all ranks skip as done, so that lanes that wait for them go on."""
-        for node in self._order:
-            event = self._event(node.stage, batch.index, node.micro)
-            if self.graph.by_name[node.stage].lane == "caller" and event is not None and not event.is_set():
+        """After the last batch: what only the caller, or a batch that will not come, could have done counts as done."""
+        for node, event in list(self._events.items()):
+            by_caller = node.batch == batch.index and self.graph.by_name[node.stage].lane == "caller"
+            if (by_caller or node.batch > batch.index) and not event.is_set():
                 event.set()
 
     # --------------------------------------------------------------------------------------------- end

@@ -14,6 +14,7 @@ from ..errors import StoreFullError
 from ..init import Initializer, Uniform
 from ..types import UNBOUNDED, KeyStatus, Retrieval, SparseOptimizer, TableSpec
 from .checks import check_bounds, check_spec, check_tensor, key_vector
+from .gradients import apply_gradients
 
 __all__ = ["EmbeddingStore", "RowMetadata"]
 
@@ -286,6 +287,30 @@ class EmbeddingStore:
                 "erase keys, or use retrieve, which reports a status per key"
             )
         return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
+
+    def apply_gradients(self, keys: Tensor, grads: Tensor, *, step: int, table: str | int | None = None) -> Tensor:
+        """Update the rows of keys once, with the optimizer; gradients of repeated keys are summed first.
+
+        The order of the sum is docs/architecture.md, rule 3; the arithmetic is that of ops.row_update.
+
+        Args:
+            keys: int64 [n]. grads: float32 [n, dim], one for each occurrence.
+            step: 1 for the first update of the training; it decides Adam's bias correction.
+
+        Returns:
+            uint8 [n] status: FOUND (updated) or ABSENT (the key has no row, and none is made).
+
+        Raises:
+            NonFiniteGradientError: a key's sum is NaN or infinite; nothing has changed.
+            ValueError: the table is frozen, or `step` < 1. TypeError, ValueError, IndexError: as `find`.
+        """
+        keys, tables = self._public_keys("apply_gradients", keys, table)
+        spec = self.tables[self._table(table)]
+        if not spec.trainable:
+            raise ValueError(f"apply_gradients: table {spec.name!r} is frozen (trainable=False)")
+        grads = grads.detach().contiguous()
+        check_tensor("apply_gradients", "grads", grads, FLOAT32, (keys.numel(), self.dim))
+        return apply_gradients(self, spec, keys, tables, grads, step)
 
     def erase(self, keys: Tensor, table: str | int | None = None) -> Tensor:
         """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Raises as `find`."""

@@ -193,7 +193,7 @@ def _occurrence_gradients(bag: _Bag, grad: Tensor) -> list[Tensor]:
         return [w * grad for w in bag.weights]
     if bag.table.mode == PoolingType.MEAN.code:
         return [grad / len(bag.keys)] * len(bag.keys)
-    if bag.table.mode == PoolingType.MAX.code:
+    if bag.table.mode == PoolingType.MAX.code and bag.keys:
         winners = [int((bag.rows[:, d] == bag.rows[:, d].max()).nonzero()[0]) for d in range(bag.table.dim)]
         first = torch.tensor(winners)
         return [torch.where(first == position, grad, torch.zeros(())) for position in range(len(bag.keys))]

@@ -1,0 +1,61 @@
+"""One update of a table by itself: sum the gradients of each key, update its row, write it back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteGradientError
+from ..ops.dedup import dedup
+from ..ops.finite_rows import finite_rows
+from ..ops.lookup_pool import pool_backward
+from ..ops.row_update import row_update
+from ..types import KeyStatus, PoolingType, RowStore, TableSpec
+
+__all__ = ["apply_gradients", "sum_gradients"]
+
+SHOWN_KEYS = 5
+
+
+def sum_gradients(inverse: Tensor, grads: Tensor, num_unique: int) -> Tensor:
+    """float32 [num_unique, dim]: the gradients of each key's occurrences, summed in the order of exactness rule 3."""
+    size = inverse.numel()
+    sums = torch.zeros(num_unique, grads.shape[1])
+    # Without pooling, a bag per occurrence.
+    pool_backward(
+        [grads],
+        None,
+        inverse,
+        torch.arange(size + 1),
+        (0, size),
+        (PoolingType.NONE.code,),
+        weights=None,
+        accumulator=sums,
+    )
+    return sums
+
+
+def apply_gradients(store: RowStore, spec: TableSpec, keys: Tensor, tables: Tensor, grads: Tensor, step: int) -> Tensor:
+    """As `EmbeddingStore.apply_gradients`, for checked keys and gradients of the table `spec`."""
+    distinct = dedup(keys)
+    unique_keys, unique_tables = keys[distinct.unique_index], tables[distinct.unique_index]
+    sums = sum_gradients(distinct.inverse, grads, unique_keys.numel())
+    _check_finite(spec, unique_keys, sums)
+    handles = store.find_handles(unique_keys, unique_tables)
+    present = (handles >= 0).nonzero().squeeze(1)
+    rows = torch.empty(present.numel(), store.row_floats)
+    store.gather(handles[present], unique_keys[present], unique_tables[present], rows, None)
+    row_update(rows, sums[present], store.optimizer, step, store.optimizer.lr * spec.lr_scale)
+    store.write_back(handles[present], rows)
+    status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
+    return status[distinct.inverse.to(torch.int64)]
+
+
+def _check_finite(spec: TableSpec, keys: Tensor, sums: Tensor) -> None:
+    bad = keys[~finite_rows(sums)]
+    if bad.numel():
+        shown = ", ".join(str(key) for key in bad[:SHOWN_KEYS].tolist()) + (", ..." if bad.numel() > SHOWN_KEYS else "")
+        raise NonFiniteGradientError(
+            f"apply_gradients: the summed gradient of {bad.numel()} keys of table {spec.name!r} is NaN or infinite "
+            f"(keys {shown}); nothing was updated"
+        )

@@ -1,0 +1,119 @@
+"""E0 and E1: `sequential` equals the oracle, and every schedule equals `sequential`, to the last bit."""
+
+import itertools
+
+import pytest
+
+from nestpipe_kernels import optim
+from nestpipe_kernels.pipeline.schedules import build_graph
+from nestpipe_kernels.testing.explorer import Orders, explore
+from nestpipe_kernels.testing.scenario import Scenario, TableChoice
+from nestpipe_kernels.testing.threads import run_scenario
+from nestpipe_kernels.types import PoolingType
+from tests.pipeline.pairwise import pairwise_cover
+
+OPTIMIZERS = {
+    "sgd": optim.SGD(lr=0.2),
+    "adagrad": optim.Adagrad(lr=0.2, initial_accumulator_value=0.1),
+    "row_wise_adagrad": optim.RowWiseAdagrad(lr=0.3),
+    "adam": optim.Adam(lr=0.1),
+    "adam_row": optim.Adam(lr=0.1, bias_correction="row"),
+}
+TABLES = {
+    "sum_mean": (
+        TableChoice("user", 4, ("user",)),
+        TableChoice("item", 4, ("item", "history"), PoolingType.MEAN),
+    ),
+    "max": (TableChoice("user", 3, ("user", "friend"), PoolingType.MAX), TableChoice("item", 3, ("item",))),
+    "two_dims": (TableChoice("user", 5, ("user",)), TableChoice("item", 2, ("item",), PoolingType.MEAN)),
+    "weighted": (TableChoice("user", 4, ("user",)), TableChoice("item", 4, ("item", "history"))),
+    "frozen": (TableChoice("user", 4, ("user",)), TableChoice("item", 4, ("item",), trainable=False)),
+    "fixed": (TableChoice("user", 4, ("user",), num_embeddings=7), TableChoice("item", 6, ("item",))),
+}
+FACTORS = {
+    "schedule": ["dbp", "fwp", "nested"],
+    "optimizer": list(OPTIMIZERS),
+    "world_size": [1, 2, 3, 4],
+    "micro_batches": [1, 2, 5, 8],
+    "samples": [1, 3, 7, 10],
+    "row_transfer": ["once", "per_micro_batch"],
+    "clustering": ["none", "key"],
+    "tables": list(TABLES),
+    "weight_loss": [False, True],
+}
+
+
+def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
+    return Scenario(
+        world_size=case["world_size"],
+        micro_batches=case["micro_batches"],
+        batches=batches,
+        optimizer=OPTIMIZERS[case["optimizer"]],
+        tables=TABLES[case["tables"]],
+        weighted=case["tables"] == "weighted",
+        samples=case["samples"],
+        row_transfer=case["row_transfer"],
+        clustering=case["clustering"],
+        weight_loss=case["weight_loss"],
+        seed=seed,
+    )
+
+
+def name_of(case: dict) -> str:
+    return "-".join(str(v) for v in case.values())
+
+
+CASES = pairwise_cover(FACTORS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
+def test_schedules_equal_sequential(case):
+    scenario = make(case, seed=CASES.index(case))
+    expected = run_scenario(scenario, "sequential")
+    assert expected.difference(run_scenario(scenario, case["schedule"])) == ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
+def test_sequential_equals_the_oracle(case):
+    scenario = make(case, seed=CASES.index(case))
+    graph = build_graph("sequential", scenario.row_transfer)
+    orders = Orders(graph, scenario.world_size, scenario.batches, scenario.micro_batches)
+    run = explore(graph, scenario.ranks(), orders.random(0), scenario.batches)
+    oracle = scenario.oracle(run.partition)
+    assert run.broken == ""
+    assert run.losses == oracle.losses
+    assert {k: v for store in run.stores for k, v in store.items()} == oracle.stores[0]
+    assert run.dense == oracle.dense
+
+
+def test_async_is_not_exact():
+    scenario = Scenario(world_size=2, micro_batches=2, batches=6, uneven=False, samples=6, num_keys=5)
+    expected = run_scenario(scenario, "sequential")
+    assert "losses differ" in expected.difference(run_scenario(scenario, "async"))
+
+
+def test_single_rank_keys_are_inserted_with_their_occurrences():
+    scenario = Scenario(world_size=1, micro_batches=2, batches=3, uneven=False, samples=4)
+    run = run_scenario(scenario, "nested")
+    counts: dict[tuple[str, int], int] = {}
+    for batch in scenario.loader(0, scenario.generator(0)):
+        for feature in batch.sparse.keys():
+            table = next(t.name for t in scenario.tables if feature in t.features)
+            for key in batch.sparse[feature].values().tolist():
+                counts[table, key] = counts.get((table, key), 0) + 1
+    assert {key: frequency for key, (_, frequency) in run.metadata[0].items()} == counts
+
+
+# The full product of what must be covered (schedules x optimizers x world sizes x N x odd batch sizes); the rest takes turns.
+NAMED = ("schedule", "optimizer", "world_size", "micro_batches", "samples")
+SOAK = [
+    dict(zip(NAMED, values)) | {n: FACTORS[n][k % len(FACTORS[n])] for n in FACTORS if n not in NAMED}
+    for k, values in enumerate(itertools.product(*(FACTORS[n] for n in NAMED)))
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", SOAK, ids=map(name_of, SOAK))
+def test_soak_schedules_equal_sequential(case):
+    scenario = make(case, seed=SOAK.index(case) % 97)
+    assert run_scenario(scenario, "sequential").difference(run_scenario(scenario, case["schedule"])) == ""
