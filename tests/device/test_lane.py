@@ -220,3 +220,20 @@ def test_a_forked_child_gets_an_error_instead_of_a_hang(lane):
     assert f"the lane's thread lives in process {os.getpid()}" in messages[0]
     assert "create lanes (and pipelines) after the fork" in messages[1]
     assert "event 'pending' belongs to process" in messages[2]
+
+
+def test_lanes_use_one_torch_thread_and_leave_the_callers_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        lane, seen, done = ThreadLane("narrow"), [], Event()
+        lane.submit(lambda: seen.append(torch.get_num_threads()), (), done, "look")
+        done.wait(10)
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        lane.close()
+        assert (seen, later, torch.get_num_threads()) == ([1], [2], 2)
+    finally:
+        torch.set_num_threads(before)

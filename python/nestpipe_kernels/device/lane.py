@@ -18,6 +18,8 @@ Time limits. A lane waits for events without limit: each wait that involves anot
 
 Autograd. Lane threads run with gradients disabled: stages move and update rows, they never build a graph.
 
+Cores. Torch operations of a lane use one thread; native bulk calls share the extension's pool.
+
 Forks. Threads do not survive a fork; a lane that is used in a forked child raises instead of waiting for a thread that
 does not exist.
 
@@ -90,7 +92,12 @@ class ThreadLane:
         self._waiting_for: Event | None = None
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"nestpipe-{name}", daemon=True)
+        threads = torch.get_num_threads()
+        started = threading.Event()
+        self._started = started
         self._thread.start()
+        started.wait()
+        torch.set_num_threads(threads)  # the lane's choice below became the default of threads made later: undo that
 
     def __repr__(self) -> str:
         return f"ThreadLane({self.name!r}{', closed' if self._closing else ''})"
@@ -188,6 +195,10 @@ class ThreadLane:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
+        # Stages' torch operations are small; a second OpenMP team beside the compute lane's would fight for its cores.
+        torch.get_num_threads()  # a thread takes the process's default at its first look: look before choosing
+        torch.set_num_threads(1)
+        self._started.set()
         while (item := self._next()) is not None:
             self._run_item(item)
             del item  # frees the closure's tensors before the lane goes to sleep
