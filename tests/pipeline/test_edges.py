@@ -1,4 +1,4 @@
-"""Every edge matters: without it the explorer finds an order that gives another result, in at most 200 directed orders."""
+"""Every edge matters: without it the explorer finds an order with another result in at most 200 directed orders."""
 
 import pytest
 

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from tests.pipeline.pairwise import pairwise_cover
 
 from nestpipe_kernels import optim
 from nestpipe_kernels.pipeline.schedules import build_graph
@@ -10,7 +11,6 @@ from nestpipe_kernels.testing.explorer import Orders, explore
 from nestpipe_kernels.testing.scenario import Scenario, TableChoice
 from nestpipe_kernels.testing.threads import run_scenario
 from nestpipe_kernels.types import PoolingType
-from tests.pipeline.pairwise import pairwise_cover
 
 OPTIMIZERS = {
     "sgd": optim.SGD(lr=0.2),
@@ -97,14 +97,14 @@ def test_single_rank_keys_are_inserted_with_their_occurrences():
     run = run_scenario(scenario, "nested")
     counts: dict[tuple[str, int], int] = {}
     for batch in scenario.loader(0, scenario.generator(0)):
-        for feature in batch.sparse.keys():
+        for feature in scenario.feature_names:
             table = next(t.name for t in scenario.tables if feature in t.features)
             for key in batch.sparse[feature].values().tolist():
                 counts[table, key] = counts.get((table, key), 0) + 1
     assert {key: frequency for key, (_, frequency) in run.metadata[0].items()} == counts
 
 
-# The full product of what must be covered (schedules x optimizers x world sizes x N x odd batch sizes); the rest takes turns.
+# The full product of schedules, optimizers, world sizes, N and odd batch sizes; the other factors take turns.
 NAMED = ("schedule", "optimizer", "world_size", "micro_batches", "samples")
 SOAK = [
     dict(zip(NAMED, values)) | {n: FACTORS[n][k % len(FACTORS[n])] for n in FACTORS if n not in NAMED}

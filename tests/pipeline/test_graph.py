@@ -1,11 +1,13 @@
 """The stage graphs: valid as they stand, and the validator names what is taken out or put in wrongly."""
 
+from dataclasses import replace
+
 import pytest
 
 from nestpipe_kernels.errors import GraphError
-from nestpipe_kernels.pipeline.graph import Edge, Graph, Micro, Stage
-from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph, evaluation_graph
+from nestpipe_kernels.pipeline.graph import Edge, Graph, Micro
 from nestpipe_kernels.pipeline.scheduler import check_lanes
+from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph, evaluation_graph
 from nestpipe_kernels.pipeline.validate import conflicts_without_path, redundant_edges, unjustified_edges, validate
 
 GRAPHS = [(name, transfer) for name in SCHEDULES for transfer in ("once", "per_micro_batch")]
@@ -71,30 +73,21 @@ def test_cycle_is_named():
 
 def test_lanes_that_would_deadlock_are_named():
     graph = build_graph("nested")
-    lanes = tuple(
-        Stage(s.name, s.function, "retrieval" if s.name == "write_back" else s.lane, s.kind, s.micro, s.accesses)
-        for s in graph.stages
-    )
+    lanes = tuple(replace(s, lane="retrieval") if s.name == "write_back" else s for s in graph.stages)
     with pytest.raises(GraphError, match="lanes would deadlock"):
         check_lanes(Graph("one lane too few", lanes, (*graph.edges, Edge("gather", "forward_backward", "x", -1))), 2)
 
 
 def test_collectives_of_one_purpose_come_from_one_lane():
     graph = build_graph("nested")
-    moved = tuple(
-        Stage(s.name, s.function, "dense" if s.name == "route" else s.lane, s.kind, s.micro, s.accesses, s.posts, s.lands)
-        for s in graph.stages
-    )
+    moved = tuple(replace(s, lane="dense") if s.name == "route" else s for s in graph.stages)
     with pytest.raises(GraphError, match="collectives for keys are posted from several lanes"):
         validate(Graph("split", moved, graph.edges))
 
 
 def test_landing_without_posting_is_named():
     graph = build_graph("nested")
-    silent = tuple(
-        Stage(s.name, s.function, s.lane, s.kind, s.micro, s.accesses, (), s.lands) if s.name == "commit" else s
-        for s in graph.stages
-    )
+    silent = tuple(replace(s, posts=()) if s.name == "commit" else s for s in graph.stages)
     with pytest.raises(GraphError, match="verdict waits for control, which nothing posts"):
         validate(Graph("silent", silent, graph.edges))
 

@@ -22,7 +22,16 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
         ValueError: some rank differs; says in what, with this rank's value.
     """
     tables = [
-        (b.module_name, t.name, t.num_embeddings, b.store.dim, repr(b.store.optimizer), repr(t.init), t.seed, t.trainable)
+        (
+            b.module_name,
+            t.name,
+            t.num_embeddings,
+            b.store.dim,
+            repr(b.store.optimizer),
+            repr(t.init),
+            t.seed,
+            t.trainable,
+        )
         for b in rank.bindings
         for t in b.store.tables
     ]

@@ -57,7 +57,13 @@ class LaneScheduler:
     """
 
     def __init__(
-        self, graph: Graph, rank: RankState, micro_batches: int, timeline: Timeline, timeout_s: float, device: str = "cpu"
+        self,
+        graph: Graph,
+        rank: RankState,
+        micro_batches: int,
+        timeline: Timeline,
+        timeout_s: float,
+        device: str = "cpu",
     ) -> None:
         check_lanes(graph, micro_batches)
         self.graph = graph
@@ -152,7 +158,9 @@ class LaneScheduler:
             )
 
     def _waits(self, node: Node, index: int) -> list[Event]:
-        found = (self._event(stage, index + shift, micro) for stage, shift, micro in self._before[node.stage, node.micro])
+        found = (
+            self._event(stage, index + shift, micro) for stage, shift, micro in self._before[node.stage, node.micro]
+        )
         return [event for event in found if event is not None]
 
     # -------------------------------------------------------------------------------------------- caller

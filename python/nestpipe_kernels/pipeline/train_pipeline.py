@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..capture.capture import CapturedInputs, capture_inputs, from_function
+from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.merge import merge_outputs
 from ..capture.modules import embedding_modules, warn_batch_coupled
 from ..comm import Communicator
@@ -20,6 +20,7 @@ from ..stages.registry import run_stage
 from ..stages.retrieval import gather_all, retrieve, undo_retrieval
 from ..stages.state import BatchState, Failure, RankState, bind_stores
 from ..trace import Timeline
+from ..types import EmbeddingModule
 from .agree import agree
 from .graph import Unrolled
 from .model_call import call_model
@@ -80,7 +81,8 @@ class NestedPipeline:
     ) -> None:
         self.config = config = config or PipelineConfig()
         self.model = model
-        modules = {n: m for n, m in embedding_modules(model).items() if m.row_stores()}
+        found = cast("dict[str, EmbeddingModule]", embedding_modules(model))
+        modules = {name: module for name, module in found.items() if module.row_stores()}
         if not modules:
             raise ValueError(
                 "NestedPipeline: the model has no embedding module with an optimizer; build "
@@ -188,7 +190,9 @@ class NestedPipeline:
     def __enter__(self) -> NestedPipeline:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and self._broken is None and not isinstance(error, NestPipeError):
             self._broken = error  # a peer may not reach its next exchange: do not wait for it
         self.close()
@@ -392,12 +396,12 @@ class NestedPipeline:
 
     # ------------------------------------------------------------------------------------------ capture
 
-    def _capture(self, batch: Any) -> CapturedInputs:
+    def _capture(self, batch: Any) -> SparseInputs:
         if self.config.sparse_inputs is not None:
-            return from_function(self.config.sparse_inputs, self.rank.modules)
+            return from_function(self.config.sparse_inputs, cast("dict[str, torch.nn.Module]", self.rank.modules))
         return capture_inputs(
             self.model,
-            self.rank.modules,
+            cast("dict[str, torch.nn.Module]", self.rank.modules),
             batch,
             lambda model, b: call_model(model, self._loss_fn, b),
             self.config.split_batch,

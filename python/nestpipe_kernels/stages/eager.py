@@ -53,7 +53,7 @@ class EagerContext:
 
         def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
             if not self._reached:
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             self._reached.append((order, which, grads))
 
         received = [plan.received for plan in batch.plans]

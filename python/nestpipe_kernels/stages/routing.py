@@ -123,9 +123,7 @@ def concat_keys(calls: Sequence[StoreKeys]) -> StoreKeys:
         weights=torch.cat([c.weights if c.weights is not None else torch.ones(len(c.keys)) for c in calls])
         if weighted
         else None,
-        valid=torch.cat(
-            [c.valid if c.valid is not None else torch.ones(len(c.keys), dtype=torch.bool) for c in calls]
-        )
+        valid=torch.cat([c.valid if c.valid is not None else torch.ones(len(c.keys), dtype=torch.bool) for c in calls])
         if padded
         else None,
     )
@@ -165,9 +163,7 @@ def announce(rank: RankState, batch: BatchState) -> None:
     """Post this rank's flags and the lengths of its key lists to every owner."""
     flags = _flags(rank, batch)
     world = rank.communicator.size
-    messages = [
-        pack_flags(flags, [plan.source.lists.per_peer[peer] for plan in batch.plans]) for peer in range(world)
-    ]
+    messages = [pack_flags(flags, [plan.source.lists.per_peer[peer] for plan in batch.plans]) for peer in range(world)]
     words = FIXED_WORDS + len(batch.plans)
     group = rank.communicator.group("keys")
     ones = [1] * world

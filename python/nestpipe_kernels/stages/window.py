@@ -19,7 +19,16 @@ from .messages import join_rows, split_rows
 from .routing import concat_keys
 from .state import BatchState, MicroBatch, RankState, StorePlan, concat_counts
 
-__all__ = ["MicroContext", "accumulate_gradients", "forward", "forward_backward", "land_rows", "recv_grads", "send_grads", "send_rows"]
+__all__ = [
+    "MicroContext",
+    "accumulate_gradients",
+    "forward",
+    "forward_backward",
+    "land_rows",
+    "recv_grads",
+    "send_grads",
+    "send_rows",
+]
 
 
 def _per_peer(transfers: list[Transfer]) -> list[list[int]]:
@@ -136,7 +145,7 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
             else:
                 coefficient = share if rank.loss_weighting == "mean" else 1.0
             if training:
-                (loss * coefficient).backward()
+                (loss * coefficient).backward()  # type: ignore[no-untyped-call]
     finally:
         for module in rank.modules.values():
             module.lookup_context = None

@@ -141,9 +141,7 @@ def _first_difference(a: object, b: object) -> str:
     return f"{str(a)[:60]} and {str(b)[:60]}"
 
 
-def explore(
-    graph: Graph, ranks: Sequence[RankState], order: Sequence[Step], batches: int
-) -> Outcome:
+def explore(graph: Graph, ranks: Sequence[RankState], order: Sequence[Step], batches: int) -> Outcome:
     """Run the nodes in `order`; whatever breaks ends the run and is the outcome."""
     states = [[BatchState(t, f"t{t}") for t in range(batches)] for _ in ranks]
     for per_rank in states:
@@ -184,9 +182,7 @@ def read_outcome(ranks: Sequence[RankState], states: Sequence[Sequence[BatchStat
     )
 
 
-def read_store(
-    store: Any, rows: dict[tuple[str, int], bytes], notes: dict[tuple[str, int], tuple[int, int]]
-) -> None:
+def read_store(store: Any, rows: dict[tuple[str, int], bytes], notes: dict[tuple[str, int], tuple[int, int]]) -> None:
     """Every row of a store: embedding, state and `updates` as bytes; and its metadata."""
     used = store.dim + store.optimizer.state_floats(store.dim) + 1
     for number, spec in enumerate(store.tables):

@@ -6,7 +6,7 @@ values alone. Its answer is what every schedule must give, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +132,9 @@ class Oracle:
             table = next(t for t in self.tables if t.name == name)
             if table.trainable:
                 mean = gradient / world if world > 1 else gradient
-                row = self.rows[name, key].clone().view(1, -1)
-                updating.row_update(row, mean.view(1, -1), table.optimizer, self.step, table.optimizer.lr, None)
-                self.rows[name, key] = row[0]
+                values = self.rows[name, key].clone().view(1, -1)
+                updating.row_update(values, mean.view(1, -1), table.optimizer, self.step, table.optimizer.lr, None)
+                self.rows[name, key] = values[0]
 
     def _dense(self, name: str, divisors: Sequence[float]) -> Tensor | None:
         grads = [self._dense_grads[r].get(name) for r in range(len(self.models))]
@@ -147,9 +147,7 @@ class Oracle:
                 total = total + (gradient / divisor if divisor != 1.0 else gradient)
         return total / len(self.models)
 
-    def _rank(
-        self, rank: int, micros: Sequence[tuple[int, Any]]
-    ) -> tuple[dict[tuple[str, int], Tensor], float, float]:
+    def _rank(self, rank: int, micros: Sequence[tuple[int, Any]]) -> tuple[dict[tuple[str, int], Tensor], float, float]:
         """One rank's row gradients, loss and divisor; its dense gradients are kept for the average."""
         model, n = self.models[rank], sum(size for size, _ in micros)
         for parameter in model.parameters():
@@ -166,7 +164,7 @@ class Oracle:
             loss, weight = self.run_model(model, micro)
             coefficient = float(weight) if weight is not None else (size / n if self.average else 1.0)
             weights += [coefficient] if weight is not None else []
-            (loss * coefficient).backward()
+            (loss * coefficient).backward()  # type: ignore[no-untyped-call]
             loss_sum = loss_sum + loss.detach() * coefficient
             for row, gradient in _row_gradients(lookup.calls).items():
                 total[row] = total.get(row, torch.zeros_like(gradient)) + gradient

@@ -221,7 +221,14 @@ class Scenario:
         """What must come out, given which samples formed which micro-batch: [rank][batch][micro-batch] indices."""
         tables = [
             OracleTable(
-                t.name, t.dim, t.features, t.pooling.code, init.Uniform(-0.5, 0.5), self.optimizer, self.seed, t.trainable
+                t.name,
+                t.dim,
+                t.features,
+                t.pooling.code,
+                init.Uniform(-0.5, 0.5),
+                self.optimizer,
+                self.seed,
+                t.trainable,
             )
             for t in self.tables
         ]
@@ -229,7 +236,12 @@ class Scenario:
         loaders = [self.loader(r, g) for r, g in enumerate(generators)]
         models = [Recommender(OracleLookup(tables, {}), self.width, g, self.weight_loss) for g in generators]
         player = Oracle(
-            tables, models, [self.dense_optimizer(m) for m in models], self._run_oracle, self._keys_of, self.micro_batches
+            tables,
+            models,
+            [self.dense_optimizer(m) for m in models],
+            self._run_oracle,
+            self._keys_of,
+            self.micro_batches,
         )
 
         def parts(t: int, rank: int, batch: ScenarioBatch) -> list[tuple[int, Any]]:
