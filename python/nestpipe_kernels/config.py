@@ -42,8 +42,8 @@ class PipelineConfig:
         row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
             "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
         clustering: "key" reorders samples so that those sharing keys meet; "none" keeps the order.
-        loss_weighting: a micro-batch's loss weighs n_i / n ("mean", losses averaged over samples) or 1 ("sum"); a weight
-            that the model returns replaces it.
+        loss_weighting: a micro-batch's loss weighs n_i / n ("mean": losses averaged over samples) or 1 ("sum"); a
+            weight that the model returns replaces it.
         nan_policy: "raise" (nothing changes on any rank) or "skip_row" (only that row is left out, and reported).
         timeout_s: limit of every wait for another rank, seconds.
         sparse_inputs: `batch -> {module: [input per call]}`, for inputs that capture cannot follow.

@@ -1,11 +1,13 @@
 """Which keys go to which rank, the messages that carry them, and who sends which rows when.
 
-A *key list* holds the distinct (table, key) pairs that one rank (the source) asks another (the owner) for in one batch and one store. Both sides
-hold the same lists in the same order, so rows and gradients later travel without any index: for micro-batch i each side computes the same
-positions from `first`, `last` (send once) or `used` (send for every micro-batch).
+A *key list* holds the distinct (table, key) pairs that one rank (the source) asks another (the owner) for in one batch
+and one store. Both sides hold the same lists in the same order, so rows and gradients later travel without any index:
+for micro-batch i each side computes the same positions from `first`, `last` (send once) or `used` (send for every
+micro-batch).
 
-Message of a key: int64 words [key, table << 48 | first << 36 | last << 24 | count] and, where rows are sent for every micro-batch, [used], the
-bit set of micro-batches. Lists of all stores share one exchange; sizes travel before, and are checked (stages/route).
+Message of a key: int64 words [key, table << 48 | first << 36 | last << 24 | count] and, where rows are sent for every
+micro-batch, [used], the bit set of micro-batches. Lists of all stores share one exchange; sizes travel before, and are
+checked (stages/route).
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The stage graph of a training step as data: stages, what they touch, and the edges that order them.
 
-A graph is written for a general batch t and micro-batch i (templates) and unrolled over a number of batches by `unroll`. Nothing here
-runs anything and nothing imports torch: the scheduler, the explorer, the validator and the simulator all read the same graph.
+A graph is written for a general batch t and micro-batch i (templates) and unrolled over a number of batches by
+`unroll`. Nothing here runs anything and nothing imports torch: the scheduler, the explorer, the validator and the
+simulator all read the same graph.
 
-Accesses name a resource and a region of it. Regions are symbolic sets of rows; two accesses conflict when one of them writes, the resource
-is the same instance and the regions can share a row. `disjoint` below is the whole algebra:
+Accesses name a resource and a region of it. Regions are symbolic sets of rows; two accesses conflict when one of them
+writes, the resource is the same instance and the regions can share a row. `disjoint` below is the whole algebra:
 
-- FRESH(t) are the rows of B_t that B_{t-1} does not have, SHARED(t) those that both have, BATCH(t) both together. FRESH(t) and BATCH(t-1) are
-  disjoint by definition, and so are FRESH(t) and SHARED(t).
+- FRESH(t) are the rows of B_t that B_{t-1} does not have, SHARED(t) those that both have, BATCH(t) both together.
+  FRESH(t) and BATCH(t-1) are disjoint by definition, and so are FRESH(t) and SHARED(t).
 - NEW(t) are rows that retrieval t may create or recycle: never rows that B_{t-1} or B_t hold (they are pinned).
-- FIRST(t, i) / LAST(t, i) are rows whose first / last micro-batch is i, USED(t, i) those that micro-batch i uses. LAST(t, i) and USED(t, j) are
-  disjoint for j > i, FIRST(t, i) and FIRST(t, j) for i != j, likewise LAST.
+- FIRST(t, i) / LAST(t, i) are rows whose first / last micro-batch is i, USED(t, i) those that micro-batch i uses.
+  LAST(t, i) and USED(t, j) are disjoint for j > i, FIRST(t, i) and FIRST(t, j) for i != j, likewise LAST.
 - ALL is everything.
 """
 
@@ -41,8 +42,8 @@ class Region(Enum):
 class Access:
     """One resource that a stage reads or writes.
 
-    `per_batch`: "one" instance for the whole run, "each" batch has its own, or "parity": two instances used in turn. `shift` moves the
-    batch: sync of batch t reads the buffer of batch t - 1 with shift = -1.
+    `per_batch`: "one" instance for the whole run, "each" batch has its own, or "parity": two instances used in turn.
+    `shift` moves the batch: sync of batch t reads the buffer of batch t - 1 with shift = -1.
     """
 
     resource: str
@@ -69,7 +70,8 @@ def write(resource: str, region: Region = Region.ALL, per_batch: str = "one", sh
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage's time grows with: `quantity` (rows, keys, samples, bytes) served by `resource` (dram, network, compute...)."""
+    """What a stage's time grows with: `quantity` (rows, keys, samples, bytes) served by `resource` (dram, network,
+    compute...)."""
 
     resource: str
     quantity: str
@@ -114,8 +116,9 @@ class Micro(Enum):
 class Edge:
     """`source` of batch t comes before `target` of batch t + `batches`.
 
-    `micro` applies to whichever side has micro-batches. `policy` marks an edge that a schedule adds to forbid overlap (it needs no hazard to
-    justify it). `across` marks a collective: the sources of all ranks come before the target of each.
+    `micro` applies to whichever side has micro-batches. `policy` marks an edge that a schedule adds to forbid overlap
+    (it needs no hazard to justify it). `across` marks a collective: the sources of all ranks come before the target of
+    each.
     """
 
     source: str
@@ -181,7 +184,8 @@ class Graph:
 
 @dataclass
 class Unrolled:
-    """A graph over batches 0 .. T - 1 on one rank: nodes in a topological order that lanes are filled in, with their edges."""
+    """A graph over batches 0 .. T - 1 on one rank: nodes in a topological order that lanes are filled in, with their
+    edges."""
 
     graph: Graph
     batches: int

@@ -1,11 +1,14 @@
-"""Runs a stage graph on lanes: background lanes are filled in one topological order, caller nodes run where `progress()` is called.
+"""Runs a stage graph on lanes: background lanes are filled in one topological order, caller nodes run where
+`progress()` is called.
 
-Who waits for what. A node's event is set when it has run; a lane waits for the events of the node's predecessors, in order, then runs it. Lanes are
-filled batch after batch in the graph's topological order, the same on all ranks, so first-in-first-out lanes cannot wait in a circle
-(`check_lanes` proves it for a graph) and every collective of a purpose starts in the same order everywhere.
+Who waits for what. A node's event is set when it has run; a lane waits for the events of the node's predecessors, in
+order, then runs it. Lanes are filled batch after batch in the graph's topological order, the same on all ranks, so
+first-in-first-out lanes cannot wait in a circle (`check_lanes` proves it for a graph) and every collective of a
+purpose starts in the same order everywhere.
 
-Which nodes are submitted when. "Ahead" nodes (retrieval, and sync) of batch t + 1 are submitted once batch t + 1 has been drawn, if the schedule prefetches;
-"window" nodes of batch t when `progress()` for t begins, before the ahead nodes of t + 1, so that no lane sees sync(t + 1) before update(t).
+Which nodes are submitted when. "Ahead" nodes (retrieval, and sync) of batch t + 1 are submitted once batch t + 1 has
+been drawn, if the schedule prefetches; "window" nodes of batch t when `progress()` for t begins, before the ahead
+nodes of t + 1, so that no lane sees sync(t + 1) before update(t).
 """
 
 from __future__ import annotations

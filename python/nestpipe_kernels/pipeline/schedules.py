@@ -2,8 +2,10 @@
 
 A schedule is three switches, turned into stages and edges; no stage function knows which one runs it.
 
-- `prefetch`: retrieval of batch t + 1 overlaps the window of batch t (dual buffers, sync). Without it retrieval t + 1 waits for write-back t.
-- `overlap`: exchanges of micro-batches overlap compute (the frozen window). Without it micro-batches run one after another.
+- `prefetch`: retrieval of batch t + 1 overlaps the window of batch t (dual buffers, sync). Without it retrieval t + 1
+  waits for write-back t.
+- `overlap`: exchanges of micro-batches overlap compute (the frozen window). Without it micro-batches run one after
+  another.
 - `stale`: rows are read before the previous write-back and never synced (a baseline, not exact).
 """
 
@@ -88,7 +90,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
             _each("verdict", writes=True), write("step_count"))),
         Stage("dense_step", "dense_step", "caller", "compute", lands=("dense.gather",), accesses=(
-            _each("verdict"), write("dense.gradients"), write("dense.parameters")), cost=Cost("compute", "dense_bytes")),
+            _each("verdict"), write("dense.gradients"), write("dense.parameters")),
+            cost=Cost("compute", "dense_bytes")),
     ]  # fmt: skip
     if schedule.stale:
         stages.append(Stage("refresh", "gather_all", "device", "other", accesses=(

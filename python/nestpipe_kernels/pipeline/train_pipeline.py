@@ -1,4 +1,5 @@
-"""NestedPipeline: wraps a model's training step; draws batches, runs the schedule's graph, returns outputs in the caller's order."""
+"""NestedPipeline: wraps a model's training step; draws batches, runs the schedule's graph, returns outputs in the
+caller's order."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Step:
     Attributes:
         index: batches trained before this one (of this pipeline).
         loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
-        output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without samples.
+        output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without
+            samples.
         skipped_rows: rows left out because their gradients were not finite (nan_policy="skip_row"), over all ranks.
     """
 
@@ -63,10 +65,12 @@ class NestedPipeline:
     Args:
         model: contains embedding modules of this package that were given an optimizer; its other parameters are dense.
         dense_optimizer: torch optimizer of the dense parameters, or None.
-        loss_fn: `(model, batch) -> (loss, output)` or `(loss, output, weight)`; None: the model returns `(losses, output)`.
+        loss_fn: `(model, batch) -> (loss, output)` or `(loss, output, weight)`; None: the model returns
+            `(losses, output)`.
         config: see PipelineConfig.
 
-    The thread that calls `progress()` is the compute lane: it draws batches, runs the model and the dense optimizer. Not thread-safe.
+    The thread that calls `progress()` is the compute lane: it draws batches, runs the model and the dense optimizer.
+    Not thread-safe.
 
     Raises:
         ValueError: no embedding module with an optimizer, modules of different process groups, or ranks that disagree.
@@ -161,7 +165,8 @@ class NestedPipeline:
         return self._step(dataloader_iter).output
 
     def add_write_back_hook(self, callback: Callable[[int, str, Tensor], None]) -> None:
-        """`callback(step, table, keys)` after rows of a batch are in this rank's store (int64 keys; write-back lane's thread)."""
+        """`callback(step, table, keys)` after rows of a batch are in this rank's store (int64 keys; write-back lane's
+        thread)."""
         self.rank.on_write_back.append(callback)
 
     @property
@@ -320,8 +325,8 @@ class NestedPipeline:
             if verdict.failure is not None:
                 raise self._as_error(verdict.failure, batch)
             raise NonFiniteGradientError(
-                f"batch {batch.index}: {verdict.non_finite} are not finite; nothing was changed on any rank and the batch "
-                "counts as consumed. Look for the source in the model, or use nan_policy='skip_row'"
+                f"batch {batch.index}: {verdict.non_finite} are not finite; nothing was changed on any rank and the "
+                "batch counts as consumed. Look for the source in the model, or use nan_policy='skip_row'"
             )
         loss, output = self._merge(batch)
         return Step(batch.index, loss, output, verdict.skipped_rows)
@@ -349,7 +354,8 @@ class NestedPipeline:
         undo_retrieval(self.rank, batch)
 
     def _pause(self) -> None:
-        """Make the stores show the state after the last returned batch: finish its write-back, undo retrieval of the next.
+        """Make the stores show the state after the last returned batch: finish its write-back, undo retrieval of the
+        next.
 
         Local to this rank: the next `progress()` retrieves again without any exchange.
         """

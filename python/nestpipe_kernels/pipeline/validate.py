@@ -2,7 +2,8 @@
 
 Three rules, all on the graph unrolled over a few batches (hazards reach at most two batches far):
 1. two nodes with conflicting accesses have a path between them;
-2. no edge is implied by the others, and without it some conflicting pair would lose its path (policy edges excepted from the latter);
+2. no edge is implied by the others, and without it some conflicting pair would lose its path (policy edges excepted
+  from the latter);
 3. a node that lands a collective has a path from the node that posts it, and each purpose is posted from one lane.
 """
 

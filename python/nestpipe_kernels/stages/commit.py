@@ -76,7 +76,7 @@ def _fill_dense(rank: RankState, flat: Tensor) -> None:
 
 def dense_sum(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's slice summed over ranks ascending and divided by W, then to everybody."""
-    count, length, dtype = _flat_layout(rank)
+    _, length, dtype = _flat_layout(rank)
     world = rank.communicator.size
     parts = batch.land("dense.slices").view(world, length)
     total = torch.zeros(length, dtype=dtype)
@@ -156,7 +156,8 @@ def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def update(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables and rows that are not finite."""
+    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables and rows that are not
+    finite."""
     assert batch.verdict is not None
     if not batch.verdict.ok:
         return

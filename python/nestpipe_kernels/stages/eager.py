@@ -1,8 +1,9 @@
 """Modules without a pipeline: the same stages, run in place. Rows in forward, one update at the end of backward.
 
-Order of a step, alike on all ranks: forward of each call exchanges keys and rows; when backward is through, all calls that it reached are one
-list (in call order) whose gradients are exchanged and applied once. The step count of the module advances with every such update. Collectives
-happen in call order, so every rank must make the same calls, with empty inputs if it has no data.
+Order of a step, alike on all ranks: forward of each call exchanges keys and rows; when backward is through, all calls
+that it reached are one list (in call order) whose gradients are exchanged and applied once. The step count of the
+module advances with every such update. Collectives happen in call order, so every rank must make the same calls, with
+empty inputs if it has no data.
 """
 
 from __future__ import annotations

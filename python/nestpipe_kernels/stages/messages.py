@@ -1,4 +1,5 @@
-"""Small fixed messages: the announcement before keys, the flags of the commit; and rows of several stores in one exchange."""
+"""Small fixed messages: the announcement before keys, the flags of the commit; and rows of several stores in one
+exchange."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
     ):
         if got != want:
             raise CommunicationError(
-                f"rank {rank} sent another {what}: expected {want}, got {got}; all ranks must run the same steps with the "
-                "same settings"
+                f"rank {rank} sent another {what}: expected {want}, got {got}; all ranks must run the same steps with "
+                "the same settings"
             )
     if not 0 <= head[7] <= _TEXT_WORDS * 8 or min(head[3:7]) < 0:
         raise CommunicationError(f"rank {rank} sent a damaged message: {head}")
@@ -80,7 +81,8 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
 
 
 def join_rows(parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], lead: Tensor | None = None) -> Tensor:
-    """One flat message out of rows of several stores: float32 [sum], by peer, then store; `lead` [W] comes first for each peer."""
+    """One flat message out of rows of several stores: float32 [sum], by peer, then store; `lead` [W] comes first for
+    each peer."""
     if len(parts) == 1 and lead is None:
         return parts[0].reshape(-1)
     split = [torch.split(part, list(counts)) for part, counts in zip(parts, per_peer)]

@@ -1,4 +1,5 @@
-"""Stage 4 on the owner: find or insert rows, fill the buffer, synchronise it with the batch before; and write rows back."""
+"""Stage 4 on the owner: find or insert rows, fill the buffer, synchronise it with the batch before; and write rows
+back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the stages of one rank work on: RankState for the whole run, BatchState for one batch, and how a failure travels."""
+"""What the stages of one rank work on: RankState for the whole run, BatchState for one batch, and how a failure
+travels."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class StoreBinding:
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0), torch.empty(0, 0)])
 
     def buffer(self, parity: int, rows: int, poison: bool) -> Tensor:
-        """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if poisoned)."""
+        """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if
+        poisoned)."""
         have = self.buffers[parity]
         if have.shape[0] < rows or have.shape[1] != self.store.row_floats:
             have = self.buffers[parity] = torch.empty(rows + rows // 4 + 16, self.store.row_floats)
@@ -177,7 +179,8 @@ class BatchState:
     size: int = 0
     has_batch: bool = False
     skipped: bool = False
-    """No rank has samples, or some rank failed before keys were exchanged: later nodes do nothing, alike on all ranks."""
+    """No rank has samples, or some rank failed before keys were exchanged: later nodes do nothing, alike on all
+    ranks."""
     ended: bool = False
     """No rank has a batch: the iterators are exhausted."""
     failure: Failure | None = None
@@ -212,7 +215,8 @@ class BatchState:
 
     @contextmanager
     def guard(self, rank: int, stage: str) -> Iterator[None]:
-        """Turn an exception of this rank's own work into this batch's failure; later work of the batch is skipped, its exchanges are not.
+        """Turn an exception of this rank's own work into this batch's failure; later work of the batch is skipped, its
+        exchanges are not.
 
         Errors of the exchange itself are not caught: then nothing can be joined any more.
         """

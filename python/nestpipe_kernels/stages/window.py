@@ -91,8 +91,8 @@ class MicroContext:
         planned = self._micro.inputs.get(name, [])
         if call_index >= len(planned):
             raise CaptureError(
-                f"module {name!r} is called {call_index + 1} times in this batch, but {len(planned)} calls were planned "
-                "from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
+                f"module {name!r} is called {call_index + 1} times in this batch, but {len(planned)} calls were "
+                "planned from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
             )
         assert self._rank.inputs is not None
         self._rank.inputs.check(name, call_index, planned[call_index], features)

@@ -1,1 +1,2 @@
-"""Tools that prove exactness: the explorer (any order of a stage graph, one thread) and the oracle (one process, a dict)."""
+"""Tools that prove exactness: the explorer (any order of a stage graph, one thread) and the oracle (one process, a
+dict)."""

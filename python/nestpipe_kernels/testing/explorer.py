@@ -1,7 +1,8 @@
 """The explorer: runs a stage graph of W ranks in one thread, without lanes, in any topological order one asks for.
 
-A *directed* order for an edge u -> v that has been taken out puts v and everything v needs as early as possible and u, with everything that needs u, as
-late as possible: if the edge mattered, the result differs (or something breaks) at once.
+A *directed* order for an edge u -> v that has been taken out puts v and everything v needs as early as possible and u,
+with everything that needs u, as late as possible: if the edge mattered, the result differs (or something breaks) at
+once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Orders:
         return self._sort(*self._adjacency(skip), priority)
 
     def directed(self, label: str, seed: int) -> list[Step] | None:
-        """An order of the graph without the edges of one class that breaks one of them if it can; None: none can be broken."""
+        """An order of the graph without the edges of one class that breaks one of them if it can; None: none can be
+        broken."""
         chance = random.Random(seed)
         after, before = self._adjacency(label)
         for u, v in chance.sample(self._by_label[label], len(self._by_label[label])):

@@ -1,7 +1,7 @@
 """The oracle: plays the micro-batches of all ranks in one process, rows in a dict, sums in the written order.
 
-It shares nothing with stages, router, stores, buffers or lanes; of the project it uses the references of pooling, row gradient, row update and initial
-values alone. Its answer is what every schedule must give, bit for bit.
+It shares nothing with stages, router, stores, buffers or lanes; of the project it uses the references of pooling, row
+gradient, row update and initial values alone. Its answer is what every schedule must give, bit for bit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Oracle:
     def play(
         self, draw: Callable[[int], Any], parts: Callable[[int, int, Any], list[tuple[int, Any]]], batches: int
     ) -> None:
-        """Train `batches` steps. `draw(rank)` is the next batch or None; `parts(t, rank, batch)` its N (size, micro-batch)."""
+        """Train `batches` steps. `draw(rank)` is the next batch or None; `parts(t, rank, batch)` its N (size,
+        micro-batch)."""
         ahead = [draw(r) for r in range(len(self.models))]
         for t in range(batches):
             now, ahead = ahead, [draw(r) for r in range(len(self.models))]

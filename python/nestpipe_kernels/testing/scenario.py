@@ -1,7 +1,8 @@
-"""Small recommenders with everything that can go wrong in order: shared keys, dropout-like noise, uneven ranks, several tables and modes.
+"""Small recommenders with everything that can go wrong in order: shared keys, dropout-like noise, uneven ranks,
+several tables and modes.
 
-A Scenario makes the ranks of a run afresh as often as one likes: for the explorer (RankStates), for real pipelines (models and loaders), and for the
-oracle, always with the same data and the same random numbers.
+A Scenario makes the ranks of a run afresh as often as one likes: for the explorer (RankStates), for real pipelines
+(models and loaders), and for the oracle, always with the same data and the same random numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs a scenario through real pipelines: W ranks as W threads of one process, each with its own lanes, over the in-memory group."""
+"""Runs a scenario through real pipelines: W ranks as W threads of one process, each with its own lanes, over the
+in-memory group."""
 
 from __future__ import annotations
 
