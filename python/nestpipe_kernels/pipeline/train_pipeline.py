@@ -3,6 +3,7 @@ caller's order."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +24,7 @@ from ..stages.state import BatchState, Failure, RankState, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree
-from .graph import Unrolled
+from .graph import Graph, Unrolled
 from .model_call import call_model
 from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
@@ -94,8 +95,7 @@ class NestedPipeline:
             )
         communicator = _shared_communicator(modules)
         self._schedule = SCHEDULES[config.schedule]
-        graph = build_graph(config.schedule, config.row_transfer)
-        validate(graph)
+        graph = _valid_graph(config.schedule, config.row_transfer)
         dense = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         from ..ops.owners import default_slice_owner
 
@@ -420,6 +420,14 @@ class _BatchFailed(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+@functools.cache
+def _valid_graph(schedule: str, row_transfer: str) -> Graph:
+    """The validated graph; validation takes most of a second, so it happens once in a process."""
+    graph = build_graph(schedule, row_transfer)
+    validate(graph)
+    return graph
 
 
 def _shared_communicator(modules: dict[str, Any]) -> Communicator:

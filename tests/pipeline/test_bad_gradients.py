@@ -1,0 +1,123 @@
+"""Gradients that are not finite, batches that fail: nothing changes on any rank, later results are as without them."""
+
+import pytest
+from tests.pipeline.small_model import EXACT, Recommender, make_batch, run_all
+
+from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
+
+WORLD = 2
+BAD_STEP = 2
+KINDS = {"sparse": 1, "dense": 2}
+
+
+def batches_of(rank, bad=0, without=False):
+    """Five batches; the one at BAD_STEP brings new keys and, on rank 1, the bad gradient."""
+    made = [make_batch(10 * rank + t) for t in range(5)]
+    made[BAD_STEP] = make_batch(10 * rank + BAD_STEP, keys=9, first_key=3 if rank else 0, bad=bad if rank == 1 else 0)
+    return [b for t, b in enumerate(made) if not (without and t == BAD_STEP)]
+
+
+def same_but_for_batch_numbers(state, reference):
+    """Metadata count every drawn batch, the one that failed included; all else is alike."""
+    assert state.rows == reference.rows
+    assert state.dense == reference.dense
+    assert state.momentum == reference.momentum
+    assert state.step_count == reference.step_count
+    shifted = {k: (t + (t >= BAD_STEP), n) for k, (t, n) in reference.metadata.items()}
+    assert state.metadata == shifted
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return run_all(WORLD, "sequential", lambda r: batches_of(r, without=True), clustering="none")
+
+
+@pytest.mark.parametrize("transfer", ["once", "per_micro_batch"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", EXACT)
+def test_fault_26_raise_changes_nothing_on_any_rank(reference, schedule, kind, transfer):
+    runs = run_all(
+        WORLD, schedule, lambda r: batches_of(r, KINDS[kind]), [BAD_STEP], row_transfer=transfer, clustering="none"
+    )
+    for run, expected in zip(runs, reference):
+        ((number, error),) = run.errors
+        assert number == BAD_STEP
+        assert isinstance(error, NonFiniteGradientError)
+        text = str(error)
+        assert text.startswith(f"batch {BAD_STEP}: ")
+        assert text.endswith(
+            "are not finite; nothing was changed on any rank and the batch counts as consumed. "
+            "Look for the source in the model, or use nan_policy='skip_row'"
+        )
+        assert ("row gradients (table '" in text) == (kind == "sparse")
+        assert ("dense gradients" in text) == (kind == "dense")
+        before, after = run.around_errors[0]
+        assert before == after
+        assert run.losses == expected.losses
+        assert run.outputs == expected.outputs
+        same_but_for_batch_numbers(run.state, expected.state)
+
+
+@pytest.mark.parametrize("schedule", EXACT[1:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_skip_row_is_alike_in_every_schedule(schedule, kind):
+    def once(name):
+        return run_all(WORLD, name, lambda r: batches_of(r, KINDS[kind]), nan_policy="skip_row")
+
+    expected, runs = once("sequential"), once(schedule)
+    assert runs == expected
+
+
+def test_fault_26_skip_row_leaves_out_only_the_bad_rows():
+    bad = run_all(1, "nested", lambda r: [make_batch(1, bad=1)], nan_policy="skip_row", clustering="none")[0]
+    good = run_all(1, "nested", lambda r: [make_batch(1)], clustering="none")[0]
+    batch = make_batch(1)
+    # Two micro-batches of three samples: the bad sample (3) spoils the second.
+    touched = {(f, k) for f in ("user", "item") for s in (3, 4, 5) for k in bag(batch, f, s)}
+    assert bad.skipped_rows == [len(touched)]
+    fresh = run_all(1, "nested", lambda r: [make_batch(1, bad=1)], [0])[0].state.rows
+    assert fresh == {}
+    for row, value in bad.state.rows.items():
+        assert (value == good.state.rows[row]) == (row not in touched), row
+    assert bad.state.dense == good.state.dense
+    assert {k for k, v in bad.state.rows.items() if v.endswith(b"\0\0\0\0")} == touched, "updates must stay 0"
+
+
+def bag(batch, feature, sample):
+    return (
+        batch.sparse[feature]
+        .values()[batch.sparse[feature].offsets()[sample] : batch.sparse[feature].offsets()[sample + 1]]
+        .tolist()
+    )
+
+
+def test_skip_row_with_a_bad_dense_gradient_leaves_the_dense_step_out():
+    bad = run_all(1, "nested", lambda r: [make_batch(1, bad=2)], nan_policy="skip_row")[0]
+    good = run_all(1, "nested", lambda r: [make_batch(1)])[0]
+    start = run_all(1, "nested", lambda r: [])[0]
+    assert bad.skipped_rows == [0]
+    assert bad.state.rows == good.state.rows
+    assert bad.state.dense == start.state.dense
+
+
+class Stumbling(Recommender):
+    """Raises on one rank, in the forward of batches with a mark."""
+
+    def forward(self, batch):
+        result = super().forward(batch)
+        if bool((batch.bad == 3).any()):
+            raise OverflowError("too much")
+        return result
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_forward_that_raises_changes_nothing_on_any_rank(reference, schedule):
+    runs = run_all(WORLD, schedule, lambda r: batches_of(r, 3), [BAD_STEP], Stumbling, clustering="none")
+    here, there = runs[1].errors[0][1], runs[0].errors[0][1]
+    assert isinstance(here, OverflowError)
+    assert isinstance(there, RemoteRankError)
+    assert str(there) == f"rank 1 failed in forward_backward of batch {BAD_STEP}: OverflowError: too much"
+    for run, expected in zip(runs, reference):
+        assert run.around_errors[0][0] == run.around_errors[0][1]
+        assert run.losses == expected.losses
+        same_but_for_batch_numbers(run.state, expected.state)
