@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import datetime
 import enum
 import pathlib
@@ -78,14 +79,20 @@ def format_path(path: Path, root: str = "batch") -> str:
     return root + "".join(f".{step.name}" if step.kind == "attribute" else f"[{step.name!r}]" for step in path)
 
 
+@functools.lru_cache(maxsize=4096)
+def _follows(cls: type, protocol: type) -> bool:
+    """Whether a class has a protocol's methods; asked once per class, since isinstance with a protocol is slow."""
+    return not issubclass(cls, Tensor) and issubclass(cls, protocol)
+
+
 def is_keyed_jagged(value: Any) -> bool:
     """A KeyedJaggedTensor, ours or TorchRec's."""
-    return not isinstance(value, Tensor) and isinstance(value, KeyedJaggedLike)
+    return _follows(type(value), KeyedJaggedLike)
 
 
 def is_jagged(value: Any) -> bool:
     """A JaggedTensor, ours or TorchRec's (and not a keyed one)."""
-    return not isinstance(value, Tensor) and isinstance(value, JaggedLike) and not hasattr(value, "stride")
+    return _follows(type(value), JaggedLike) and not hasattr(value, "stride")
 
 
 def is_keyed_tensor(value: Any) -> bool:
