@@ -5,6 +5,7 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "Native kernels of nestpipe_kernels: pointers, sizes, no torch.";
   module.attr("abi_version") = nestpipe::kAbiVersion;
+  module.attr("compiler") = "compiler " __VERSION__;
   nestpipe::bind_threads(module);
   nestpipe::bind_store(module);
   nestpipe::bind_keys(module);

@@ -1,0 +1,158 @@
+"""Case `train_step`: lookup and pooling, backward and row update of one step, ours and its peers', on one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import nestpipe_kernels as nk
+from nestpipe_kernels._native import core
+from nestpipe_kernels.bench.peers import Peer, Shape, available_peers
+from nestpipe_kernels.config import default_threads
+from nestpipe_kernels.launch.machine import facts
+
+__all__ = ["Ours", "make_batches", "run"]
+
+NUM_BATCHES = 4
+"""Distinct batches, used in turn: rows of one do not stay in the caches until it comes again."""
+LEARNING_RATE = 0.05
+TOLERANCE = 2e-5
+"""Largest difference of an output or a row from a peer's, after NUM_BATCHES steps on values of size 1."""
+
+
+class Ours(Peer):
+    """EmbeddingBagCollection without a pipeline: rows in forward, the update at the end of backward."""
+
+    name = "nestpipe"
+
+    def __init__(self, shape: Shape, optimizer: str) -> None:
+        rules = {
+            "sgd": nk.optim.SGD(LEARNING_RATE),
+            "adagrad": nk.optim.Adagrad(LEARNING_RATE),
+            "row_wise_adagrad": nk.optim.RowWiseAdagrad(LEARNING_RATE),
+            "adam": nk.optim.Adam(LEARNING_RATE),
+        }
+        tables = [
+            nk.EmbeddingBagConfig(
+                shape.rows, shape.dim, f"t{t}", feature_names=[f"f{t}"], init=nk.init.Uniform(-0.5, 0.5)
+            )
+            for t in range(shape.tables)
+        ]
+        self.collection = nk.EmbeddingBagCollection(tables, optimizer=rules[optimizer])
+        self._keys = [f"f{t}" for t in range(shape.tables)]
+        self._lengths = torch.full((shape.tables * shape.batch,), shape.bag, dtype=torch.int64)
+
+    def step(self, ids: Tensor, grad: Tensor) -> Tensor:
+        features = nk.KeyedJaggedTensor(self._keys, ids.reshape(-1), lengths=self._lengths)
+        output: Tensor = self.collection(features).values()
+        output.backward(grad)
+        return output.detach()
+
+    def rows(self, table: int, ids: Tensor) -> Tensor:
+        found, _ = self.collection.store(f"t{table}").find(ids)
+        return found
+
+
+def make_batches(shape: Shape, seed: int) -> list[Tensor]:
+    """NUM_BATCHES times int64 [tables, batch * bag]: Zipf ids, hot ones spread over the table."""
+    generator = np.random.default_rng(seed)
+    cdf = np.cumsum(np.arange(1, shape.rows + 1, dtype=np.float64) ** -shape.zipf)
+    cdf /= cdf[-1]
+    spread = np.stack([generator.permutation(shape.rows) for _ in range(shape.tables)])
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ranks = np.searchsorted(cdf[:-1], generator.random((shape.tables, shape.batch * shape.bag)), side="right")
+        batches.append(torch.from_numpy(np.take_along_axis(spread, ranks, axis=1)))
+    return batches
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Check that all implementations agree, time them in turn, print one JSON line each.
+
+    Raises:
+        ValueError: a peer computes something else; nothing was timed.
+    """
+    shape = Shape(parsed.tables, parsed.rows, parsed.dim, parsed.batch, parsed.bag, parsed.zipf)
+    threads = parsed.threads or default_threads()
+    core().set_num_threads(threads)
+    torch.set_num_threads(threads)
+    batches = make_batches(shape, parsed.seed)
+    grad = torch.randn(shape.batch, shape.tables * shape.dim, generator=torch.Generator().manual_seed(parsed.seed))
+    implementations: list[Peer] = [Ours(shape, parsed.optimizer)]
+    if parsed.peers:
+        touched = [torch.cat([ids[t] for ids in batches]).unique() for t in range(shape.tables)]
+        initial = [implementations[0].rows(t, touched[t]) for t in range(shape.tables)]
+        peers, missing = available_peers(shape, parsed.optimizer, LEARNING_RATE, touched, initial)
+        implementations += peers
+        for line in missing:
+            print(f"left out: {line}", file=sys.stderr)
+        _check_equal(implementations, batches, grad, touched)
+    times = _measure(implementations, batches, grad, parsed.repeat)
+    _print_lines(parsed, shape, threads, times, batches)
+    return 0
+
+
+def _check_equal(implementations: list[Peer], batches: list[Tensor], grad: Tensor, touched: list[Tensor]) -> None:
+    ours, *peers = implementations
+    outputs = [ours.step(ids, grad) for ids in batches]
+    for peer in peers:
+        worst = max(float((peer.step(ids, grad) - o).abs().max()) for ids, o in zip(batches, outputs))
+        rows = max(float((peer.rows(t, k) - ours.rows(t, k)).abs().max()) for t, k in enumerate(touched))
+        if not max(worst, rows) <= TOLERANCE * max(1.0, float(outputs[-1].abs().max())):
+            raise ValueError(
+                f"bench train_step: {peer.name} differs from nestpipe by {worst:.3g} in outputs and {rows:.3g} in "
+                "rows; nothing was timed"
+            )
+    print(f"results of {', '.join(p.name for p in implementations)} agree", file=sys.stderr)
+
+
+def _measure(implementations: list[Peer], batches: list[Tensor], grad: Tensor, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of every step; implementations take turns, so that drift of the machine meets all alike."""
+    times: dict[str, list[float]] = {one.name: [] for one in implementations}
+    last_report = time.perf_counter()
+    for k in range(-len(batches), repeat):  # the first round touches every row once
+        for one in implementations:
+            start = time.perf_counter()
+            one.step(batches[k % len(batches)], grad)
+            if k >= 0:
+                times[one.name].append((time.perf_counter() - start) * 1e3)
+        if time.perf_counter() - last_report > 5:
+            last_report = time.perf_counter()
+            print(f"train_step: {max(k + 1, 0)} of {repeat} rounds", file=sys.stderr)
+    return times
+
+
+def _print_lines(
+    parsed: argparse.Namespace, shape: Shape, threads: int, times: dict[str, list[float]], batches: list[Tensor]
+) -> None:
+    distinct = sum(row.unique().numel() for row in batches[0])
+    lines = []
+    for name, milliseconds in times.items():
+        cuts = quantiles(milliseconds, n=5, method="inclusive") if len(milliseconds) > 1 else milliseconds * 4
+        lines.append(
+            json.dumps(
+                {
+                    "case": "train_step",
+                    "shape": {**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
+                    "impl": name,
+                    "dtype": "float32",
+                    "threads": threads,
+                    "median_ms": round(median(milliseconds), 4),
+                    "p20_ms": round(cuts[0], 4),
+                    "p80_ms": round(cuts[3], 4),
+                    **facts(),
+                }
+            )
+        )
+    print("\n".join(lines))
+    if parsed.json is not None:
+        with Path(parsed.json).open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")

@@ -1,0 +1,1 @@
+"""The `nestpipe` command: `main` parses and dispatches, every subcommand has a module."""

@@ -1,0 +1,67 @@
+"""`nestpipe bench`: chooses a case of the suite in nestpipe_kernels.bench and hands over to it. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from nestpipe_kernels.cli.options import OPTIMIZERS, positive
+
+__all__ = ["add_bench"]
+
+
+def add_bench(commands: Any) -> None:
+    """Add the subcommand `bench` with one subcommand for each case."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a case of the suite, alone or beside its peers",
+        description="Measures a case and prints one JSON line for each implementation.",
+    )
+    cases = parser.add_subparsers(dest="case", metavar="CASE", required=True)
+    _add_train_step(cases)
+
+
+def _add_train_step(cases: Any) -> None:
+    text = "lookup and pooling, backward, and row update of one step on one process, without a dense part"
+    case = cases.add_parser(
+        "train_step", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    case.add_argument("--tables", type=positive, default=4, help="number of tables")
+    case.add_argument("--rows", type=positive, default=1_000_000, help="rows of a table")
+    case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
+    case.add_argument("--batch", type=positive, default=2048, help="samples of a step")
+    case.add_argument("--bag", type=positive, default=20, help="keys of a bag")
+    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    case.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="row update")
+    case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
+    case.add_argument("--repeat", type=positive, default=20, help="timed steps of each")
+    case.add_argument("--seed", type=int, default=0, help="seed of keys and gradients")
+    case.add_argument("--peers", action="store_true", help="also nn.EmbeddingBag and, if installed, FBGEMM")
+    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    case.set_defaults(run=_run)
+
+
+def _exponent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
+    return value
+
+
+def _run(parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:
+    # By name: the suite's folder lies outside the package's source folder and joins it in the wheel.
+    name = f"nestpipe_kernels.bench.{parsed.case}"
+    try:
+        case = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, "nestpipe_kernels.bench"):
+            raise
+        raise ImportError(f"{name} is not installed; install the wheel (make build, or pip install .)") from error
+    code: int = case.run(parsed)
+    return code

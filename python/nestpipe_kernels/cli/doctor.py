@@ -1,0 +1,117 @@
+"""`nestpipe doctor`: versions, devices, the extension, which implementation each operation uses, transports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import pkgutil
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nestpipe_kernels import __version__
+from nestpipe_kernels.config import default_threads
+from nestpipe_kernels.launch.machine import cpu_name, version_of
+
+__all__ = ["add_doctor", "examine"]
+
+OPTIONAL = ("torchrec", "fbgemm-gpu-cpu", "matplotlib", "pandas")
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the subcommand `doctor`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this installation has and whether it works",
+        description="Versions, cores and devices, the native extension, the implementation that each operation uses, "
+        "and transports. Exit code 0 if training can work here, else 1.",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(_parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:
+    healthy = True
+    for works, topic, text in examine():
+        print(f"{'ok  ' if works else 'FAIL'}  {topic:<12} {text}")
+        healthy = healthy and works
+    print(
+        "everything that training needs is here" if healthy else "training cannot work here: see the lines marked FAIL"
+    )
+    return 0 if healthy else 1
+
+
+def examine() -> list[tuple[bool, str, str]]:
+    """(works, topic, text) of everything looked at; nothing raises."""
+    checks: list[tuple[str, Callable[[], list[str]]]] = [
+        ("package", lambda: [f"nestpipe_kernels {__version__}, Python {platform.python_version()}"]),
+        ("torch", _torch),
+        ("cores", lambda: [f"{cpu_name()}, {os.cpu_count()} cores, {default_threads()} threads for native calls"]),
+        ("devices", _devices),
+        ("extension", _extension),
+        ("operations", _operations),
+        ("transport", _transport),
+        ("optional", lambda: [", ".join(f"{name} {version_of(name) or '-'}" for name in OPTIONAL)]),
+    ]
+    found = []
+    for topic, check in checks:
+        try:
+            found += [(True, topic, line) for line in check()]
+        except Exception as error:
+            found.append((False, topic, " ".join(f"{type(error).__name__}: {error}".split())))
+    return found
+
+
+def _torch() -> list[str]:
+    import numpy as np
+    import torch
+
+    return [f"torch {torch.__version__}, numpy {np.__version__}"]
+
+
+def _devices() -> list[str]:
+    import torch
+
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(k) for k in range(cuda))
+    return [f"cpu{f'; CUDA seen but not used by this version: {names}' if cuda else '; no accelerator seen'}"]
+
+
+def _extension() -> list[str]:
+    from nestpipe_kernels._native import ABI_VERSION, core
+
+    module = core()
+    built = getattr(module, "compiler", "unknown compiler")
+    return [f"_core interface {ABI_VERSION}, {built}, {module.num_threads()} threads, {module.__file__}"]
+
+
+def _operations() -> list[str]:
+    """For each operation: the implementation that automatic choice takes, and the others."""
+    from nestpipe_kernels import ops
+
+    lines: dict[str, list[str]] = {}
+    for info in pkgutil.iter_modules(ops.__path__):
+        if not info.ispkg:
+            continue
+        package = importlib.import_module(f"{ops.__name__}.{info.name}")
+        parts = sorted({m.name for m in pkgutil.iter_modules(package.__path__)} & {"native", "reference", "triton"})
+        functions = [getattr(package, name) for name in package.__all__]
+        chosen = sorted(
+            {
+                str(inspect.signature(f).parameters["implementation"].default)
+                for f in functions
+                if inspect.isfunction(f) and "implementation" in inspect.signature(f).parameters
+            }
+        )
+        others = [part for part in parts if part not in chosen]
+        lines.setdefault(f"{'/'.join(chosen)} (also {', '.join(others)})", []).append(info.name)
+    return [f"{how}: {', '.join(names)}" for how, names in lines.items()]
+
+
+def _transport() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise RuntimeError("torch was built without gloo, so only one process can train; install a torch that has it")
+    return ["gloo (between processes), none (one process)"]

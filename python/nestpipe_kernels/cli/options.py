@@ -1,0 +1,145 @@
+"""Arguments of `nestpipe train`, checked and as one object. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nestpipe_kernels.config import SCHEDULE_NAMES, process_environment
+
+__all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "positive"]
+
+OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam")
+TIMELINE_SUFFIXES = (".html", ".json", ".png")
+
+_EPILOG = """examples:
+  nestpipe train --nproc 2 --compare --timeline out/step.html
+  nestpipe train --data movielens:ml-100k.inter --nproc 2 --compare
+  nestpipe train --data criteo:train.txt --schedule nested --micro-batches 8 --steps 500
+Under torchrun leave --nproc out: every process is then one rank."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `nestpipe train` was asked to do; see its --help."""
+
+    data: str
+    model: str
+    nproc: int
+    schedule: str
+    micro_batches: int
+    row_transfer: str
+    clustering: str
+    steps: int | None
+    batch_size: int | None
+    dim: int
+    optimizer: str
+    lr: float | None
+    dense_lr: float
+    seed: int
+    timeout: float
+    timeline: str | None
+    compare: bool
+    emulate_accelerator: float | None
+    json: str | None
+
+    def __post_init__(self) -> None:
+        if self.compare and self.schedule == "sequential":
+            raise ValueError("--compare runs `sequential` beside --schedule; choose dbp, fwp, nested or async")
+        if self.nproc > 1 and process_environment().get("RANK"):
+            raise ValueError("--nproc starts ranks itself; leave it out where torchrun has started them")
+        if self.timeline is not None and not self.timeline.lower().endswith(TIMELINE_SUFFIXES):
+            raise ValueError(f"--timeline must end in {', '.join(TIMELINE_SUFFIXES)}, got {self.timeline!r}")
+        if self.row_transfer == "per_micro_batch" and self.micro_batches > 63:
+            raise ValueError(f"--micro-batches must be <= 63 with per_micro_batch, got {self.micro_batches}")
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """What to run, in order."""
+        return ("sequential", self.schedule) if self.compare else (self.schedule,)
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer >= 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
+    return value
+
+
+def _micro_batches(text: str) -> int:
+    if text == "auto":
+        raise argparse.ArgumentTypeError("auto is not available yet; give a number")
+    return positive(text)
+
+
+def add_train(commands: Any) -> None:
+    """Add the subcommand `train`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "train",
+        help="train a model, alone or beside the sequential schedule",
+        description="Train a recommender through the pipeline on one or several processes of this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--data", default="synthetic", help="synthetic (default), criteo:PATH or movielens:PATH")
+    what.add_argument("--model", default="dlrm", help="dlrm (default)")
+    what.add_argument("--dim", type=positive, default=64, metavar="D", help="size of an embedding (64)")
+    what.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="of the tables")
+    what.add_argument("--lr", type=_rate, help="learning rate of the tables (that of the optimizer in torch)")
+    what.add_argument("--dense-lr", type=_rate, default=1e-3, help="learning rate of the dense part, Adam (0.001)")
+    what.add_argument("--batch-size", type=positive, metavar="B", help="samples of a rank in a step (512)")
+    what.add_argument("--steps", type=positive, metavar="N", help="steps (one pass over the data, at least 20)")
+    what.add_argument("--seed", type=int, default=0, help="seed of data, tables and dense part (0)")
+    what.add_argument("--checkpoint", metavar="DIR", help="not available yet")
+    how = parser.add_argument_group("how to train")
+    how.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks to start on this machine (1)")
+    how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
+    how.add_argument("--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch (4)")
+    how.add_argument("--row-transfer", choices=("once", "per_micro_batch"), default="once", help="once (default)")
+    how.add_argument("--clustering", choices=("key", "none"), default="key", help="key (default)")
+    how.add_argument("--timeout", type=_duration, default=300.0, metavar="S", help="limit of every wait, seconds (300)")
+    how.add_argument(
+        "--emulate-accelerator",
+        type=_duration,
+        metavar="MS",
+        help="hold every step for MS more milliseconds without using a core, as an accelerator's dense part would",
+    )
+    result = parser.add_argument_group("what to report")
+    result.add_argument("--compare", action="store_true", help="run `sequential` first and compare every bit")
+    result.add_argument("--timeline", metavar="FILE", help="write the last steps as .html, .json (Chrome) or .png")
+    result.add_argument("--json", metavar="FILE", help="write results as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if parsed.checkpoint is not None:
+        raise ValueError("--checkpoint is not available yet; leave it out")
+    values = {name: getattr(parsed, name) for name in TrainOptions.__dataclass_fields__}
+    options = TrainOptions(**values)
+    from nestpipe_kernels.cli.train import train
+
+    return train(options, arguments)

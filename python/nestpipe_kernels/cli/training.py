@@ -1,0 +1,138 @@
+"""One schedule's training on one rank, with progress lines, and what it left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe_kernels.cli.options import TrainOptions
+from nestpipe_kernels.cli.snapshot import Snapshot, take_snapshot
+from nestpipe_kernels.config import PipelineConfig
+from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
+from nestpipe_kernels.trace import Span
+
+__all__ = ["TrainingRun", "train_once"]
+
+PROGRESS_S = 5.0
+TIMELINE_STEPS = 50
+
+
+@dataclass
+class TrainingRun:
+    """What one rank saw of one schedule.
+
+    Attributes:
+        losses: float [steps], this rank's.
+        summary: medians over the last steps, milliseconds (trace.summary).
+        spans: the last steps' timeline.
+        seconds: wall clock of all steps.
+        samples: this rank's samples.
+        snapshot: parameters after the last step, if asked for.
+    """
+
+    schedule: str
+    losses: Tensor
+    summary: dict[str, Any]
+    spans: list[Span]
+    seconds: float
+    samples: int
+    snapshot: Snapshot | None
+
+    @property
+    def steps(self) -> int:
+        """Steps trained."""
+        return self.losses.numel()
+
+    def without_snapshot(self) -> TrainingRun:
+        """The part that is sent to rank 0."""
+        return dataclasses.replace(self, snapshot=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        losses = self.losses.tolist()
+        return {**self.summary, "seconds": self.seconds, "samples": self.samples, "losses": losses}
+
+
+class _Progress:
+    """A plain line of rank 0 every few seconds, and for the last step."""
+
+    def __init__(self, schedule: str, steps: int, speaks: bool) -> None:
+        self._schedule = schedule
+        self._total = steps
+        self._speaks = speaks
+        self._last_time = time.perf_counter()
+        self._last_step = 0
+
+    def after(self, step: int, loss: Tensor) -> None:
+        now = time.perf_counter()
+        if not self._speaks or (now - self._last_time < PROGRESS_S and step < self._total):
+            return
+        milliseconds = (now - self._last_time) * 1e3 / max(step - self._last_step, 1)
+        print(
+            f"{self._schedule:<11} step {step:>5}/{self._total}   loss {float(loss):.4f}   {milliseconds:8.1f} ms/step",
+            flush=True,
+        )
+        self._last_time, self._last_step = now, step
+
+
+def _with_wait(seconds: float) -> Callable[[Any, Any], Any]:
+    """The model's own losses, after a wait that uses no core."""
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        result = model(batch)
+        time.sleep(seconds)
+        return result
+
+    return loss_fn
+
+
+def train_once(
+    options: TrainOptions,
+    schedule: str,
+    model: torch.nn.Module,
+    loader: Iterable[Any],
+    steps: int,
+    rank: int,
+    *,
+    snapshot: bool,
+) -> TrainingRun:
+    """Train on the `steps` batches of `loader`; `snapshot` keeps all parameters. Raises as NestedPipeline does."""
+    torch.manual_seed(options.seed)
+    dense = torch.optim.Adam(model.parameters(), lr=options.dense_lr)
+    config = PipelineConfig(
+        schedule=schedule,
+        num_micro_batches=options.micro_batches,
+        row_transfer=options.row_transfer,
+        clustering=options.clustering,
+        timeout_s=options.timeout,
+        timeline_steps=TIMELINE_STEPS,
+    )
+    losses: list[Tensor] = []
+    samples = 0
+    loss_fn = None
+    if options.emulate_accelerator is not None:
+        loss_fn = _with_wait(options.emulate_accelerator / 1e3 / options.micro_batches)
+    with NestedPipeline(model, dense, loss_fn, config) as pipeline:
+        progress = _Progress(schedule, steps, speaks=rank == 0)
+        started = time.perf_counter()
+        for step in pipeline.run(loader):
+            losses.append(step.loss)
+            samples += 0 if step.output is None else len(step.output[1])
+            progress.after(len(losses), step.loss)
+        pipeline.drain()
+        seconds = time.perf_counter() - started
+        return TrainingRun(
+            schedule,
+            torch.stack(losses) if losses else torch.zeros(0),
+            pipeline.timeline.summary(),
+            pipeline.timeline.to_events(),
+            seconds,
+            samples,
+            take_snapshot(model, dense) if snapshot else None,
+        )

@@ -1,0 +1,130 @@
+"""`nestpipe` from the outside: help, one line on bad input, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nestpipe_kernels.cli.main import main
+
+
+def _fails(capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and the only line that stderr got."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as error:
+        code = error.code
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1, text
+    return code, text
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["doctor"], ["bench"], ["bench", "train_step"]])
+def test_every_command_has_help(capsys, command: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: nestpipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train", "--schedule", "magic"], "argument --schedule: invalid choice: 'magic'"),
+        (["train", "--nproc", "0"], "argument --nproc: must be an integer >= 1, got '0'"),
+        (["train", "--micro-batches", "auto"], "argument --micro-batches: auto is not available yet; give a number"),
+        (["train", "--micro-batches", "x"], "argument --micro-batches: must be an integer >= 1, got 'x'"),
+        (["train", "--lr", "nan"], "argument --lr: must be a finite number >= 0, got 'nan'"),
+        (["train", "--timeout", "-1"], "argument --timeout: must be a finite number > 0, got '-1'"),
+        (["train", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
+        (["bench", "everything"], "argument CASE: invalid choice: 'everything'"),
+        (["bench", "train_step", "--zipf", "inf"], "argument --zipf: must be a finite number >= 0, got 'inf'"),
+    ],
+)
+def test_bad_arguments_are_one_line(capsys, arguments: list[str], message: str) -> None:
+    code, text = _fails(capsys, *arguments)
+    assert code == 2
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--data", "movielens:/no/such/file"], "movielens: no such file: /no/such/file"),
+        (["--data", "movielens"], "data movielens needs a path: movielens:PATH, got 'movielens'"),
+        (["--data", "kuairand:x"], "data kuairand is not available yet: choose one of synthetic, criteo:PATH"),
+        (["--data", "netflix"], "unknown data 'netflix': choose one of synthetic, criteo:PATH, movielens:PATH"),
+        (["--model", "hstu"], "model hstu is not available yet: choose dlrm"),
+        (["--model", "fuxi"], "model fuxi is not available yet: choose dlrm"),
+        (["--model", "x"], "unknown model 'x': choose dlrm"),
+        (["--checkpoint", "dir"], "--checkpoint is not available yet; leave it out"),
+        (["--compare", "--schedule", "sequential"], "--compare runs `sequential` beside --schedule; choose dbp"),
+        (["--timeline", "step.pdf"], "--timeline must end in .html, .json, .png, got 'step.pdf'"),
+        (["--timeline", "no/such/folder/step.html"], "--timeline no/such/folder/step.html: there is no folder"),
+        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no folder"),
+        (
+            ["--row-transfer", "per_micro_batch", "--micro-batches", "64"],
+            "--micro-batches must be <= 63 with per_micro_batch, got 64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_bad_input_of_train_is_one_line(capsys, nproc: str, arguments: list[str], message: str) -> None:
+    """Also with several ranks: found before any of them is started."""
+    code, text = _fails(capsys, "train", "--nproc", nproc, *arguments)
+    assert code == 1
+    assert text.startswith("nestpipe train: ")
+    assert message in text
+
+
+def test_nproc_beside_torchrun_is_refused(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code, text = _fails(capsys, "train", "--nproc", "2")
+    assert code == 1
+    assert "--nproc starts ranks itself; leave it out where torchrun has started them" in text
+
+
+def test_too_few_samples_for_the_ranks(capsys, tmp_path) -> None:
+    path = tmp_path / "one.inter"
+    path.write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\n1\t2\t4\t10\n")
+    code, text = _fails(capsys, "train", "--nproc", "2", "--data", f"movielens:{path}")
+    assert code == 1
+    assert "movielens has 1 samples, too few for 2 ranks" in text
+
+
+def test_debug_shows_where(monkeypatch) -> None:
+    monkeypatch.setenv("NESTPIPE_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown data"):
+        main(["train", "--data", "netflix"])
+
+
+def test_module_runs_as_the_console_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nestpipe_kernels", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("nestpipe_kernels ")
+
+
+def test_doctor_finds_everything(capsys) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "FAIL" not in text
+    for word in ("torch", "cores", "extension", "native (also reference):", "dedup", "gloo"):
+        assert word in text
+
+
+def test_doctor_reports_a_missing_extension(capsys, monkeypatch) -> None:
+    from nestpipe_kernels import _native
+
+    def missing() -> None:
+        raise ImportError("no _core here; install a wheel")
+
+    monkeypatch.setattr(_native, "core", missing)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL  extension    ImportError: no _core here; install a wheel" in text
