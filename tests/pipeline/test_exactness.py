@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from tests.pipeline.pairwise import pairwise_cover
+from pairwise import pairwise_cover
 
 from nestpipe_kernels import optim
 from nestpipe_kernels.pipeline.schedules import build_graph
