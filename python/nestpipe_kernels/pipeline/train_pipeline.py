@@ -4,6 +4,7 @@ caller's order."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,7 +39,7 @@ class Step:
     """What one batch gave.
 
     Attributes:
-        index: batches trained before this one (of this pipeline).
+        index: number of the batch: batches that were returned, or failed, before it.
         loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
         output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without
             samples.
@@ -135,21 +136,32 @@ class NestedPipeline:
         self._loss_fn = loss_fn
         self._inside = False
         self._closed = False
+        self._hook_thread: int | None = None
+        self._left = False
         self._broken: BaseException | None = None
         for module in modules.values():
-            module.before_outside_access = self._pause
+            module.before_outside_access = self._before_outside_access
 
     # ------------------------------------------------------------------------------------------ public
 
     def run(self, loader: Iterable[Any]) -> Iterator[Step]:
-        """Every batch of `loader`, one Step each, until no rank has a batch."""
+        """Every batch of `loader`, one Step each, until no rank has a batch.
+
+        Left early (by break, or an error), the batch drawn ahead is dropped with the loader's iterator. Pass an
+        iterator to keep it: a later `run` or `progress` with the same iterator goes on with that batch.
+        """
         iterator = iter(loader)
-        while True:
-            try:
-                step = self._step(iterator)
-            except StopIteration:
-                return
-            yield step
+        try:
+            while True:
+                try:
+                    step = self._step(iterator)
+                except StopIteration:
+                    return
+                yield step
+        finally:
+            if iterator is not loader:  # nobody else has it
+                self._parked.pop(id(iterator), None)
+                self._left = self._left or iterator is self._iterator
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train (or, in eval mode, evaluate) the next batch and return the model's output.
@@ -165,9 +177,20 @@ class NestedPipeline:
         return self._step(dataloader_iter).output
 
     def add_write_back_hook(self, callback: Callable[[int, str, Tensor], None]) -> None:
-        """`callback(step, table, keys)` after rows of a batch are in this rank's store (int64 keys; write-back lane's
-        thread)."""
-        self.rank.on_write_back.append(callback)
+        """Call `callback(step, table, keys)` when rows of a batch are in this rank's store.
+
+        step: the update's number, from 1. keys: int64 [n], each key that the batch looked up, once. It runs on the
+        write-back lane's thread, so it must not read or write the rows; what it raises stops the pipeline.
+        """
+
+        def call(step: int, table: str, keys: Tensor) -> None:
+            self._hook_thread = threading.get_ident()
+            try:
+                callback(step, table, keys)
+            finally:
+                self._hook_thread = None
+
+        self.rank.on_write_back.append(call)
 
     @property
     def step_count(self) -> int:
@@ -253,7 +276,9 @@ class NestedPipeline:
         if self._iterator is None:
             return
         batch = self._pending
-        self._parked[id(self._iterator)] = _Parked(self._iterator, batch, self.rank.exhausted)
+        if not self._left:
+            self._parked[id(self._iterator)] = _Parked(self._iterator, batch, self.rank.exhausted)
+        self._left = False
         if batch is not None:
             self._next_index = batch.index
         self._pending, self._needs_retrieval, self._iterator = None, False, None
@@ -353,6 +378,14 @@ class NestedPipeline:
         self._pause()
         undo_retrieval(self.rank, batch)
 
+    def _before_outside_access(self) -> None:
+        if self._inside or threading.get_ident() == self._hook_thread:
+            raise RuntimeError(
+                "rows cannot be read or written while a step is running (from inside the model, the loss function, the "
+                "loader or a write-back hook); do it between two steps"
+            )
+        self._pause()
+
     def _pause(self) -> None:
         """Make the stores show the state after the last returned batch: finish its write-back, undo retrieval of the
         next.
@@ -376,7 +409,7 @@ class NestedPipeline:
         parked = self._parked.pop(id(iterator), None)
         if iterator is self._iterator:
             self._park()
-            parked = self._parked.pop(id(iterator))
+            parked = self._parked.pop(id(iterator), None)
         batch = BatchState(self._evaluated, f"e{self._evaluated}", training=False)
         self._evaluated += 1
         keep = rank.iterator, rank.exhausted

@@ -65,12 +65,18 @@ def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
     micros = [MicroBatch(None, index) for index in indices]
     for k, piece in zip(filled, pieces):
         micros[k].batch = piece
-        micros[k].inputs = rank.inputs.replay(piece) if rank.inputs is not None else {}
-        micros[k].calls = {
-            name: [rank.modules[name].plan_call(features) for features in calls]
-            for name, calls in micros[k].inputs.items()
-        }
+        try:
+            micros[k].inputs, micros[k].calls = _plan_calls(rank, piece)
+        except (IndexError, TypeError, ValueError):
+            _plan_calls(rank, batch.raw)  # says the same with positions in the whole batch
+            raise
     return micros
+
+
+def _plan_calls(rank: RankState, piece: Any) -> tuple[dict[str, list[Any]], dict[str, list[LookupCall]]]:
+    """The inputs of every module for a batch or a part of it, and their lookups."""
+    inputs: dict[str, list[Any]] = rank.inputs.replay(piece) if rank.inputs is not None else {}
+    return inputs, {name: [rank.modules[name].plan_call(f) for f in calls] for name, calls in inputs.items()}
 
 
 def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
