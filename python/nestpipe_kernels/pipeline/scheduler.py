@@ -194,6 +194,12 @@ class LaneScheduler:
         assert done is not None
         done.set()
 
+    def mark_done(self, stage_name: str, batch: BatchState) -> None:
+        """Set the event of a caller node whose work was done before: a batch that was drawn earlier and parked."""
+        event = self._event(stage_name, batch.index, 0)
+        assert event is not None
+        event.set()
+
     def wait_for(self, stage_name: str, batch: BatchState) -> None:
         """Wait on the caller's thread until a background node has run (counted as exposed)."""
         event = self._event(stage_name, batch.index, 0)

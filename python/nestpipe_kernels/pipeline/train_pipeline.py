@@ -290,6 +290,7 @@ class NestedPipeline:
         batch.raw, batch.size, batch.has_batch = drawn.raw, drawn.size, drawn.has_batch
         if drawn.failure is not None and drawn.failure.stage == "prefetch":
             batch.failure = drawn.failure
+        self._scheduler.mark_done("prefetch", batch)
         if self._schedule.prefetch:
             self._scheduler.start_ahead(batch)
         return batch
@@ -327,6 +328,7 @@ class NestedPipeline:
             scheduler.run_caller("forward_backward", batch, micro)
         scheduler.run_caller("verdict", batch)
         scheduler.run_caller("dense_step", batch)
+        batch.previous = None  # nothing reads it any more; kept, each batch would keep all before it
         scheduler.forget_before(batch.index - 2)
         return self._result(batch)
 
