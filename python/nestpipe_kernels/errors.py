@@ -43,6 +43,10 @@ class RemoteRankError(NestPipeError, RuntimeError):
         self.batch = batch
         self.message = message
 
+    def __reduce__(self) -> tuple[type[RemoteRankError], tuple[int, str, int, str]]:
+        """Pickled by its four values: exceptions are otherwise made anew from their text alone."""
+        return type(self), (self.rank, self.stage, self.batch, self.message)
+
 
 class StoreFullError(NestPipeError, RuntimeError):
     """A key could not be inserted: its table's quota is used up or memory ran out."""

@@ -1,4 +1,4 @@
-"""Pipelines and modules over gloo between real processes: the same bits as in one process, however uneven the ranks are."""
+"""Pipelines and modules over gloo between real processes: the bits of one process, however uneven the ranks are."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -221,9 +222,13 @@ class NestedPipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._broken is None and not isinstance(error, NestPipeError):
+        if error is None:
+            self.close()
+            return
+        if self._broken is None and not isinstance(error, NestPipeError):
             self._broken = error  # a peer may not reach its next exchange: do not wait for it
-        self.close()
+        with suppress(Exception):  # what is under way tells the cause; that a peer has left since then does not
+            self.close()
 
     # -------------------------------------------------------------------------------------------- steps
 
