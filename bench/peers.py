@@ -86,7 +86,7 @@ class TorchPeer(Peer):
     def step(self, ids: Tensor, grad: Tensor) -> Tensor:
         self._optimizer.zero_grad()
         output = torch.cat([bag(row, self._offsets) for bag, row in zip(self._bags, ids)], 1)
-        output.backward(grad)
+        output.backward(grad)  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return output.detach()
 
@@ -126,7 +126,7 @@ class FbgemmPeer(Peer):
 
     def step(self, ids: Tensor, grad: Tensor) -> Tensor:
         output: Tensor = self._tables(ids.reshape(-1), self._offsets)
-        output.backward(grad)
+        output.backward(grad)  # type: ignore[no-untyped-call]
         return output.detach()
 
     def rows(self, table: int, ids: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""README and docs: what they tell a reader to run exists and runs; links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT
+
+from nestpipe_kernels.cli.main import main
+
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "bench" / "README.md",
+]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_readme_has_its_examples() -> None:
+    assert len(_examples()) == 2
+    assert len(_examples()[0].strip().splitlines()) <= 12
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_readme_examples_run(tmp_path: Path, number: int) -> None:
+    (tmp_path / "example.py").write_text(_examples()[number])
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 10
+
+
+def _commands() -> list[list[str]]:
+    """Arguments of every `nestpipe ...` that a document shows in code."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        spans = re.findall(r"`nestpipe ([a-z][^`]*)`", text) + re.findall(r"^(?:    )?nestpipe ([a-z].*)$", text, re.M)
+        found += [span.split("#")[0].split() for span in spans]
+    return found
+
+
+def test_commands_in_documents_parse(monkeypatch) -> None:
+    from nestpipe_kernels.cli import bench, doctor, options
+
+    ran = []
+    for module in (bench, doctor, options):
+        monkeypatch.setattr(module, "_run", lambda parsed, arguments: ran.append(arguments) or 0)
+    commands = [c for c in _commands() if not any(w.isupper() or "[" in w for w in c)]
+    assert len(commands) >= 6
+    for command in commands:
+        if command == ["bench"]:
+            continue
+        assert main(command) == 0, command
+    assert len(ran) >= 6
+
+
+def test_make_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert {"venv", "build", "train", "test", "lint", "soak", "sanitize", "clean"} <= targets
+    for document in DOCUMENTS:
+        for target in re.findall(r"`make ([a-z]+)[^`]*`", document.read_text(encoding="utf-8")):
+            assert target in targets, f"{document.name}: make {target}"
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
