@@ -195,6 +195,9 @@ def evaluation_graph() -> Graph:
         Stage("forward", "forward", "caller", "compute", micro=True, lands=("rows",), accesses=(
             _each("plan"), write("random"), read("dense.parameters"), _each("received_rows", writes=True),
             _each("loss", writes=True))),
+        Stage("commit", "commit", "exchange", "communication", posts=("control",), accesses=(_each("loss"),)),
+        Stage("verdict", "check_failures", "caller", "communication", lands=("control",), accesses=(
+            _each("loss", writes=True),)),
     )  # fmt: skip
     edges = (
         Edge("prefetch", "route", "the batch"),
@@ -204,6 +207,8 @@ def evaluation_graph() -> Graph:
         Edge("gather", "send_rows", "the rows"),
         Edge("send_rows", "forward", "the rows", micro=Micro.EACH, across=True),
         Edge("forward", "forward", "random generators", micro=Micro.NEXT),
-        Edge("forward", "prefetch", "one batch after another", 1, Micro.LAST),
+        Edge("forward", "commit", "failed or not", micro=Micro.LAST),
+        Edge("commit", "verdict", "flags of all ranks", across=True),
+        Edge("verdict", "prefetch", "one batch after another", 1),
     )
     return Graph(EVALUATION, stages, edges)

@@ -12,7 +12,16 @@ from ..types import RowStore
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
 from .state import BatchState, RankState, Verdict
 
-__all__ = ["dense_scatter", "dense_step", "dense_sum", "post_flags", "reduce_grads", "update", "verdict"]
+__all__ = [
+    "check_failures",
+    "dense_scatter",
+    "dense_step",
+    "dense_sum",
+    "post_flags",
+    "reduce_grads",
+    "update",
+    "verdict",
+]
 
 _NAMED_KEYS = 4
 
@@ -116,11 +125,22 @@ def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
     batch.post("control", 0, handle)
 
 
-def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Decide alike on all ranks whether the batch counts; learning rates are read here, on the caller's thread."""
+def _land_flags(rank: RankState, batch: BatchState) -> list[Flags]:
     words = batch.land("control").view(rank.communicator.size, FIXED_WORDS)
     expect = Flags(batch.index, rank.num_micro_batches)
-    peers = [unpack_flags(words[p], p, expect) for p in range(rank.communicator.size)]
+    return [unpack_flags(words[p], p, expect) for p in range(rank.communicator.size)]
+
+
+def check_failures(rank: RankState, batch: BatchState, micro: int) -> None:
+    """The end of an evaluated batch: a rank that failed anywhere may have sent zeros instead of rows."""
+    for peer, flags in enumerate(_land_flags(rank, batch)):
+        if flags.failed and batch.remote is None:
+            batch.remote = flags.as_failure(peer)
+
+
+def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Decide alike on all ranks whether the batch counts; learning rates are read here, on the caller's thread."""
+    peers = _land_flags(rank, batch)
     failed = [p for p, flags in enumerate(peers) if flags.failed]
     if failed:
         failure = batch.failure if batch.failure is not None else peers[failed[0]].as_failure(failed[0])

@@ -30,6 +30,7 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "dense_sum": commit.dense_sum,
     "commit": commit.post_flags,
     "verdict": commit.verdict,
+    "check_failures": commit.check_failures,
     "dense_step": commit.dense_step,
     "update": commit.update,
     "write_back": retrieval.write_back,
