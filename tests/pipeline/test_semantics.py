@@ -214,7 +214,14 @@ def test_a_ddp_module_is_not_reduced_twice(tmp_path):
     try:
         calls = []
         model = nn.parallel.DistributedDataParallel(Recommender())
-        model.register_comm_hook(None, lambda state, bucket: calls.append(bucket))
+
+        def note(state, bucket):
+            calls.append(bucket)
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        model.register_comm_hook(None, note)
         pipeline = NestedPipeline(model, dense_optimizer(model), config=PipelineConfig(num_micro_batches=2))
         wrapped = run_rank_of(pipeline)
         plain = run_rank_of(make_pipeline(Recommender()))
