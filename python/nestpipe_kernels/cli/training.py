@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.snapshot import Snapshot, take_snapshot
-from nestpipe_kernels.config import PipelineConfig
+from nestpipe_kernels.config import PipelineConfig, default_threads, process_environment
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.trace import Span
 
-__all__ = ["TrainingRun", "train_once"]
+__all__ = ["TrainingRun", "torch_threads", "train_once"]
 
 PROGRESS_S = 5.0
 TIMELINE_STEPS = 50
@@ -81,6 +81,12 @@ class _Progress:
         self._last_time, self._last_step = now, step
 
 
+def torch_threads() -> int:
+    """Threads of torch's operations: OMP_NUM_THREADS, else one core fewer than there are: the lanes need one."""
+    given = process_environment().get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, default_threads() - 1)
+
+
 def _with_wait(seconds: float) -> Callable[[Any, Any], Any]:
     """The model's own losses, after a wait that uses no core."""
 
@@ -104,6 +110,7 @@ def train_once(
 ) -> TrainingRun:
     """Train on the `steps` batches of `loader`; `snapshot` keeps all parameters. Raises as NestedPipeline does."""
     torch.manual_seed(options.seed)
+    torch.set_num_threads(torch_threads())
     dense = torch.optim.Adam(model.parameters(), lr=options.dense_lr)
     config = PipelineConfig(
         schedule=schedule,
