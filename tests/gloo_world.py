@@ -30,9 +30,12 @@ def _serve(rank: int, size: int, init_file: str, connection: Any) -> None:
 
 
 class GlooWorld:
-    """`size` spawned ranks; `run` calls a module-level function on all of them and returns their results."""
+    """`size` spawned ranks; `run` calls a module-level function on all of them and returns their results.
 
-    def __init__(self, size: int) -> None:
+    Ranks that are to have processes of their own must not be daemons.
+    """
+
+    def __init__(self, size: int, daemon: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         init_file = os.path.join(self._folder.name, "rendezvous")
@@ -40,7 +43,7 @@ class GlooWorld:
         self._connections = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, init_file, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, init_file, there), daemon=daemon)
             process.start()
             there.close()
             self.processes.append(process)
