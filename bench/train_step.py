@@ -89,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
     grad = torch.randn(shape.batch, shape.tables * shape.dim, generator=torch.Generator().manual_seed(parsed.seed))
     implementations: list[Peer] = [Ours(shape, parsed.optimizer)]
     if parsed.peers:
-        touched = [torch.cat([ids[t] for ids in batches]).unique() for t in range(shape.tables)]
+        touched = [torch.cat([ids[t] for ids in batches]).unique() for t in range(shape.tables)]  # type: ignore[no-untyped-call]
         initial = [implementations[0].rows(t, touched[t]) for t in range(shape.tables)]
         peers, missing = available_peers(shape, parsed.optimizer, LEARNING_RATE, touched, initial)
         implementations += peers
