@@ -217,8 +217,12 @@ class RowStore(Protocol):
 class Handle(Protocol):
     """An exchange under way; owns its tensors until waited for."""
 
-    def wait(self) -> Tensor:
-        """Block until the data is here (or raise CommunicationError); idempotent. Returns the received tensor."""
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """Block until the data is here; idempotent. Returns the received tensor.
+
+        Raises:
+            CommunicationError: not here after `timeout_s` seconds (None: the communicator's limit), or a peer is gone.
+        """
         ...
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import datetime
 import enum
+import functools
 import pathlib
 import types
 from collections import UserDict
@@ -80,19 +80,19 @@ def format_path(path: Path, root: str = "batch") -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _follows(cls: type, protocol: type) -> bool:
+def _follows(cls: Any, protocol: Any) -> bool:
     """Whether a class has a protocol's methods; asked once per class, since isinstance with a protocol is slow."""
     return not issubclass(cls, Tensor) and issubclass(cls, protocol)
 
 
 def is_keyed_jagged(value: Any) -> bool:
     """A KeyedJaggedTensor, ours or TorchRec's."""
-    return _follows(type(value), KeyedJaggedLike)
+    return _follows(type(value), KeyedJaggedLike)  # type: ignore[arg-type]
 
 
 def is_jagged(value: Any) -> bool:
     """A JaggedTensor, ours or TorchRec's (and not a keyed one)."""
-    return _follows(type(value), JaggedLike) and not hasattr(value, "stride")
+    return _follows(type(value), JaggedLike) and not hasattr(value, "stride")  # type: ignore[arg-type]
 
 
 def is_keyed_tensor(value: Any) -> bool:

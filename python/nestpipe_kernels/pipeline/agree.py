@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 from ..comm import exchange_same
 from ..config import PipelineConfig
-from ..stages.state import RankState
+from ..stages.messages import Flags, pack_flags, unpack_flags
+from ..stages.state import BatchState, Failure, RankState
 
-__all__ = ["agree"]
+__all__ = ["agree", "exchange_failures", "share_dense"]
 
 _WORDS = 64
 
@@ -40,6 +42,7 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
         "num_micro_batches": config.num_micro_batches,
         "row_transfer": config.row_transfer,
         "nan_policy": config.nan_policy,
+        "loss_weighting": config.loss_weighting,
         "embedding tables": tables,
         "dense parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in rank.dense_parameters],
     }
@@ -52,6 +55,40 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
                 f"ranks disagree on {name}: rank {rank.communicator.rank} has {str(value)[:200]}, "
                 f"rank {others[0]} has something else; construct the pipeline alike on all ranks"
             )
+
+
+def share_dense(rank: RankState, model: torch.nn.Module) -> None:
+    """Give rank 0's dense parameters and buffers to all ranks, so that they start alike. Collective."""
+    world, group = rank.communicator.size, rank.communicator.group("dense")
+    if world == 1:
+        return
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        data = tensor.detach().contiguous().view(-1)
+        mine = [len(data)] * world if rank.communicator.rank == 0 else [0] * world
+        theirs = [len(data)] + [0] * (world - 1)
+        send = data.repeat(world) if rank.communicator.rank == 0 else data[:0]
+        received = group.all_to_all(_bytes(send), _scaled(mine, data), _scaled(theirs, data), f"share/{name}").wait()
+        if rank.communicator.rank:
+            tensor.detach().copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _scaled(counts: list[int], like: Tensor) -> list[int]:
+    return [n * like.element_size() for n in counts]
+
+
+def exchange_failures(rank: RankState, batch: BatchState, own: Failure | None) -> Failure | None:
+    """At the end of an epoch: the first failure of another rank, if any. Collective."""
+    flags = Flags(batch.index, rank.num_micro_batches, batch.training, False, own)
+    words = exchange_same(rank.communicator.group("control"), pack_flags(flags), f"{batch.tag}/end").wait()
+    for peer in range(rank.communicator.size):
+        found = unpack_flags(words[peer], peer, flags)
+        if found.failed and peer != rank.communicator.rank:
+            return found.as_failure(peer)
+    return None
 
 
 def _digest(text: str) -> int:

@@ -185,7 +185,7 @@ class LaneScheduler:
             handle = batch.handles.get((purpose, micro))
             if handle is not None:
                 start = time.perf_counter_ns()
-                handle.wait()
+                handle.wait(batch.timeout_s)
                 self._record(f"wait {purpose}", shown, micro if stage.micro else None, start, "communication", True)
         start = time.perf_counter_ns()
         run_stage(stage.function, self.rank, batch, micro)
@@ -233,7 +233,12 @@ class LaneScheduler:
             if event.error is not None:
                 raise event.error
 
-    def close(self) -> None:
-        """Stop the lanes; what has not started is dropped."""
+    def close(self, wait_s: float) -> bool:
+        """Stop the lanes; what has not started is dropped. False if work was still under way after `wait_s` seconds."""
+        stopped = True
         for lane in self.lanes.values():
-            lane.close(cancel=True, timeout_s=self.timeout_s)
+            try:
+                lane.close(cancel=True, timeout_s=wait_s)
+            except TimeoutError:  # it waits for another rank; the lane's thread ends with that exchange's time-out
+                stopped = False
+        return stopped

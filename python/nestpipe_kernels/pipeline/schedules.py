@@ -55,12 +55,14 @@ def _retrieval_stages(schedule: Schedule) -> list[Stage]:
             _each("key_sizes"), _each("owner_plan", writes=True), write("store.index"),
             write("store.rows", Region.NEW)), cost=Cost("dram", "received_keys")),
         Stage("gather", "gather_fresh" if fresh else "gather_all", "retrieval", "lookup", accesses=(
-            _each("owner_plan"), read("store.rows", Region.FRESH if fresh else Region.BATCH),
+            *([read("owner_plan", per_batch="each", shift=-1)] if fresh else []), _each("owner_plan", writes=True),
+            read("store.rows", Region.FRESH if fresh else Region.BATCH),
             write("buffer", Region.ALL, buffer)), cost=Cost("dram", "row_bytes")),
     ]  # fmt: skip
     if fresh:
         stages.append(Stage("sync", "sync", "device", "lookup", accesses=(
-            _each("owner_plan"), read("buffer", Region.SHARED, buffer, shift=-1),
+            _each("owner_plan"), read("owner_plan", per_batch="each", shift=-1),
+            read("buffer", Region.SHARED, buffer, shift=-1),
             write("buffer", Region.SHARED, buffer)), cost=Cost("hbm", "shared_row_bytes")))  # fmt: skip
     return stages
 
@@ -74,28 +76,29 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
         Stage("forward_backward", "forward_backward", "caller", "compute", micro=True, lands=("rows",), accesses=(
             _each("plan"), write("random"), read("dense.parameters"), write("dense.gradients"),
             _each("received_rows", writes=True), _each("gradients", writes=True, region=Region.USED),
-            _each("loss", writes=True)), cost=Cost("compute", "samples")),
+            _each("loss", writes=True, region=Region.USED)), cost=Cost("compute", "samples")),
         Stage("send_grads", "send_grads", "exchange", "communication", micro=True, posts=("grads",), accesses=(
-            _each("plan"), _each("gradients", writes=True, region=returned)), cost=Cost("network", "row_bytes")),
+            _each("plan"), _each("loss", region=Region.LAST), _each("gradients", writes=True, region=returned)),
+            cost=Cost("network", "row_bytes")),
         Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
             _each("owner_plan"), _each("boxes", writes=True, region=returned)), cost=Cost("hbm", "row_bytes")),
         Stage("reduce_grads", "reduce_grads", "device", "other", accesses=(
-            _each("boxes"), _each("row_gradients", writes=True)), cost=Cost("hbm", "row_bytes")),
+            _each("boxes", writes=True), _each("row_gradients", writes=True)), cost=Cost("hbm", "row_bytes")),
         Stage("dense_scatter", "dense_scatter", "dense", "communication", posts=("dense.slices",), accesses=(
-            read("dense.gradients"),), cost=Cost("network", "dense_bytes")),
+            read("dense.gradients"), _each("loss")), cost=Cost("network", "dense_bytes")),
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
               accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
         Stage("commit", "commit", "exchange", "communication", posts=("control",), accesses=(
             _each("row_gradients"), _each("dense_slice"), _each("loss")), cost=Cost("network", "latency")),
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
-            _each("verdict", writes=True), write("step_count"))),
+            _each("verdict", writes=True), write("step_count"), read("learning_rates"))),
         Stage("dense_step", "dense_step", "caller", "compute", lands=("dense.gather",), accesses=(
             _each("verdict"), write("dense.gradients"), write("dense.parameters")),
             cost=Cost("compute", "dense_bytes")),
     ]  # fmt: skip
     if schedule.stale:
         stages.append(Stage("refresh", "gather_all", "device", "other", accesses=(
-            _each("verdict"), _each("owner_plan"), read("store.rows", Region.BATCH),
+            _each("verdict"), _each("owner_plan", writes=True), read("store.rows", Region.BATCH),
             write("buffer", Region.ALL, "parity")), cost=Cost("dram", "row_bytes")))  # fmt: skip
     stages += [
         Stage("update", "update", "device", "other", accesses=(
@@ -189,7 +192,7 @@ def evaluation_graph() -> Graph:
         Stage("retrieve", "find", "retrieval", "lookup", lands=("keys.keys",), accesses=(
             _each("key_sizes"), _each("owner_plan", writes=True), read("store.index"))),
         Stage("gather", "gather_all", "retrieval", "lookup", accesses=(
-            _each("owner_plan"), read("store.rows"), write("buffer", Region.ALL, "parity"))),
+            _each("owner_plan", writes=True), read("store.rows"), write("buffer", Region.ALL, "parity"))),
         Stage("send_rows", "send_rows", "exchange", "communication", micro=True, posts=("rows",), accesses=(
             _each("owner_plan"), read("buffer", Region.FIRST, "parity"))),
         Stage("forward", "forward", "caller", "compute", micro=True, lands=("rows",), accesses=(

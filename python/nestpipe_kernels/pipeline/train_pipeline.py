@@ -7,7 +7,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -15,51 +14,24 @@ import torch
 from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
-from ..capture.merge import merge_outputs
 from ..capture.modules import embedding_modules, warn_batch_coupled
 from ..comm import Communicator
 from ..config import PipelineConfig, default_threads
-from ..errors import NestPipeError, NonFiniteGradientError, RemoteRankError
+from ..errors import CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.registry import run_stage
 from ..stages.retrieval import gather_all, retrieve, undo_retrieval
-from ..stages.state import BatchState, Failure, RankState, bind_stores
+from ..stages.state import BatchState, Failure, RankState, Source, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
-from .agree import agree
+from .agree import agree, exchange_failures, share_dense
 from .graph import Graph, Unrolled
 from .model_call import call_model
 from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
+from .step import Step, make_step
 from .validate import validate
 
 __all__ = ["NestedPipeline", "Step"]
-
-
-@dataclass
-class Step:
-    """What one batch gave.
-
-    Attributes:
-        index: number of the batch: batches that were returned, or failed, before it.
-        loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
-        output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without
-            samples.
-        skipped_rows: rows left out because their gradients were not finite (nan_policy="skip_row"), over all ranks.
-    """
-
-    index: int
-    loss: Tensor
-    output: Any
-    skipped_rows: int = 0
-
-
-@dataclass
-class _Parked:
-    """A batch drawn from an iterator that is not the current one."""
-
-    iterator: Iterator[Any]
-    batch: BatchState | None
-    exhausted: bool
 
 
 class NestedPipeline:
@@ -75,8 +47,11 @@ class NestedPipeline:
     The thread that calls `progress()` is the compute lane: it draws batches, runs the model and the dense optimizer.
     Not thread-safe.
 
+    At construction rank 0's dense parameters and buffers go to all ranks, as DistributedDataParallel's do.
+
     Raises:
-        ValueError: no embedding module with an optimizer, modules of different process groups, or ranks that disagree.
+        ValueError: no embedding module with an optimizer, modules of different process groups or of another open
+            pipeline, or ranks that disagree.
     """
 
     def __init__(
@@ -95,6 +70,11 @@ class NestedPipeline:
                 "NestedPipeline: the model has no embedding module with an optimizer; build "
                 "EmbeddingBagCollection(tables, optimizer=...) or convert the model first"
             )
+        for name, module in modules.items():
+            if module.before_outside_access is not None:
+                raise ValueError(
+                    f"NestedPipeline: module {name!r} belongs to another open pipeline; close that one first"
+                )
         communicator = _shared_communicator(modules)
         self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
@@ -117,8 +97,10 @@ class NestedPipeline:
             dense_parameters=dense,
             capture=self._capture,
             split_batch=config.split_batch,
+            timeout_s=config.timeout_s,
         )
         agree(self.rank, config)
+        share_dense(self.rank, model)
         warn_batch_coupled(model, config.num_micro_batches)
         from .._native import core
 
@@ -129,16 +111,17 @@ class NestedPipeline:
         )
         self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
         self._next_index = 0
+        self._trained = 0
+        """Batches that counted so far: what the next one's rows note as `last_used`."""
         self._evaluated = 0
         self._pending: BatchState | None = None
         self._needs_retrieval = False
-        self._iterator: Iterator[Any] | None = None
-        self._parked: dict[int, _Parked] = {}
+        self._source: Source | None = None
+        self._parked: dict[int, Source] = {}
         self._loss_fn = loss_fn
         self._inside = False
         self._closed = False
         self._hook_thread: int | None = None
-        self._left = False
         self._broken: BaseException | None = None
         for module in modules.values():
             module.before_outside_access = self._before_outside_access
@@ -162,7 +145,8 @@ class NestedPipeline:
         finally:
             if iterator is not loader:  # nobody else has it
                 self._parked.pop(id(iterator), None)
-                self._left = self._left or iterator is self._iterator
+                if self._source is not None and self._source.iterator is iterator:
+                    self._source.abandoned = True
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train (or, in eval mode, evaluate) the next batch and return the model's output.
@@ -204,7 +188,11 @@ class NestedPipeline:
         self._scheduler.drain()
 
     def close(self) -> None:
-        """Wait for what is in flight, forget batches drawn but not trained, stop the threads. Idempotent."""
+        """Wait for what is in flight, forget batches drawn but not trained, stop the threads. Idempotent.
+
+        After an error it does not wait for other ranks: threads that still do end with the time-out. Either way the
+        stores are left without the retrieval of batches that were not trained.
+        """
         if self._closed:
             return
         try:
@@ -212,9 +200,16 @@ class NestedPipeline:
                 self._pause()
         finally:
             self._closed = True
-            self._scheduler.close()
+            if self._scheduler.close(wait_s=self.config.timeout_s if self._broken is None else 1.0):
+                self._forget_pending()
             for module in self.rank.modules.values():
                 module.before_outside_access = None
+
+    def _forget_pending(self) -> None:
+        batch = self._pending
+        if batch is not None and batch.owner and not self._needs_retrieval and self._schedule.prefetch:
+            undo_retrieval(self.rank, batch)
+            self._needs_retrieval = True
 
     def __enter__(self) -> NestedPipeline:
         return self
@@ -259,57 +254,55 @@ class NestedPipeline:
         finally:
             self._inside = False
 
-    def _new_batch(self) -> BatchState:
+    def _new_batch(self, clock: int) -> BatchState:
         index = self._next_index
         self._next_index += 1
-        return BatchState(index, f"t{index}")
+        return BatchState(index, f"t{index}", clock, timeout_s=self.config.timeout_s)
 
-    def _select_iterator(self, iterator: Iterator[Any]) -> None:
-        if iterator is self._iterator:
+    def _select(self, iterator: Iterator[Any]) -> None:
+        """Make `iterator` the one that batches are drawn from; the former keeps what was drawn from it."""
+        if self._source is not None and self._source.iterator is iterator:
             return
         self._pause()
-        if self._iterator is not None:
-            self._park()
-        parked = self._parked.pop(id(iterator), None)
-        self._iterator = self.rank.iterator = iterator
-        self.rank.exhausted = parked.exhausted if parked else False
-        if parked is not None and parked.batch is not None:
-            self._pending = self._again(parked.batch)
+        self._park()
+        source = self._parked.pop(id(iterator), None) or Source(iterator)
+        self._source = self.rank.source = source
+        drawn, source.drawn = source.drawn, None
+        if drawn is not None:
+            self._pending = self._again(drawn)
 
     def _park(self) -> None:
         """Keep the batch that was drawn ahead, as it was drawn, for when its iterator comes back."""
-        if self._iterator is None:
+        source = self._source
+        if source is None:
             return
-        batch = self._pending
-        if not self._left:
-            self._parked[id(self._iterator)] = _Parked(self._iterator, batch, self.rank.exhausted)
-        self._left = False
-        if batch is not None:
-            self._next_index = batch.index
-        self._pending, self._needs_retrieval, self._iterator = None, False, None
+        if not source.abandoned:
+            source.drawn = self._pending
+            self._parked[id(source.iterator)] = source
+        if self._pending is not None:
+            self._next_index = self._pending.index
+        self._pending, self._needs_retrieval, self._source = None, False, None
         self._scheduler.reset(self._next_index)
 
     def _again(self, drawn: BatchState) -> BatchState:
         """A fresh state for a batch that was drawn before; its keys are routed anew."""
-        batch = self._new_batch()
-        batch.raw, batch.size, batch.has_batch = drawn.raw, drawn.size, drawn.has_batch
-        if drawn.failure is not None and drawn.failure.stage == "prefetch":
-            batch.failure = drawn.failure
+        batch = self._new_batch(self._trained)
+        _copy_drawn(drawn, batch)
         self._scheduler.mark_done("prefetch", batch)
         if self._schedule.prefetch:
             self._scheduler.start_ahead(batch)
         return batch
 
-    def _draw(self, during: int | None = None) -> BatchState:
-        batch = self._new_batch()
+    def _draw(self, clock: int, during: int | None = None) -> BatchState:
+        batch = self._new_batch(clock)
         self._scheduler.run_caller("prefetch", batch, report_as=during)
         return batch
 
     def _train(self, iterator: Iterator[Any]) -> Step:
-        self._select_iterator(iterator)
+        self._select(iterator)
         scheduler = self._scheduler
         if self._pending is None:
-            self._pending = self._draw()
+            self._pending = self._draw(self._trained)
             if self._schedule.prefetch:
                 scheduler.start_ahead(self._pending)
         batch = self._pending
@@ -324,7 +317,7 @@ class NestedPipeline:
         if batch.ended:
             self._finish_epoch(batch)
             raise StopIteration
-        following = self._draw(during=batch.index)
+        following = self._draw(batch.clock + (not batch.skipped), during=batch.index)
         if self._schedule.prefetch:
             following.previous = batch
             scheduler.start_ahead(following)
@@ -338,12 +331,22 @@ class NestedPipeline:
         return self._result(batch)
 
     def _finish_epoch(self, batch: BatchState) -> None:
-        """No rank has samples: run the remaining nodes (they do nothing) and start over."""
+        """No rank has samples: run the remaining nodes (they do nothing), compare notes, and start over."""
         self._scheduler.abandon(batch)
-        self._scheduler.drain()
+        own: Failure | None = None
+        try:
+            self._scheduler.drain()
+        except Exception as error:
+            own = Failure(self.rank.communicator.rank, "the last updates", f"{type(error).__name__}: {error}", error)
+        others = exchange_failures(self.rank, batch, own)
+        if own is not None and own.error is not None:
+            raise own.error
+        if others is not None:
+            raise CommunicationError(
+                f"rank {others.rank} failed in {others.stage} of the epoch: {others.message}; its last update is lost"
+            )
         self._next_index = batch.index
-        self._pending, self._iterator, self.rank.iterator = None, None, None
-        self.rank.exhausted = False
+        self._pending = self._source = self.rank.source = None
         self._scheduler.reset(self._next_index)
 
     def _result(self, batch: BatchState) -> Step:
@@ -357,26 +360,16 @@ class NestedPipeline:
             if verdict.failure is not None:
                 raise self._as_error(verdict.failure, batch)
             raise NonFiniteGradientError(
-                f"batch {batch.index}: {verdict.non_finite} are not finite; nothing was changed on any rank and the "
+                f"batch {batch.clock}: {verdict.non_finite} are not finite; nothing was changed on any rank and the "
                 "batch counts as consumed. Look for the source in the model, or use nan_policy='skip_row'"
             )
-        loss, output = self._merge(batch)
-        return Step(batch.index, loss, output, verdict.skipped_rows)
-
-    def _merge(self, batch: BatchState) -> tuple[Tensor, Any]:
-        if not batch.losses:
-            return torch.zeros(()), None
-        loss = torch.zeros((), dtype=batch.losses[0][1].dtype)
-        for coefficient, value in batch.losses:
-            loss = loss + value * coefficient
-        indices = [m.indices for m in batch.micro if len(m.indices)]
-        weights = [c / batch.divisor for c, _ in batch.losses]
-        return loss / batch.divisor, merge_outputs(batch.outputs, indices, weights)
+        self._trained = batch.clock + 1
+        return make_step(batch)
 
     def _as_error(self, failure: Failure, batch: BatchState) -> BaseException:
         if failure.error is not None:
             return _BatchFailed(failure.error)
-        return RemoteRankError(failure.rank, failure.stage, batch.index, failure.message)
+        return RemoteRankError(failure.rank, failure.stage, batch.clock, failure.message)
 
     # ------------------------------------------------------------------------------------ outside access
 
@@ -384,6 +377,8 @@ class NestedPipeline:
         """A batch that does not count: stores as if it had never been retrieved; the next one is retrieved again."""
         self._pause()
         undo_retrieval(self.rank, batch)
+        if self._pending is not None:
+            self._pending.clock = batch.clock
 
     def _before_outside_access(self) -> None:
         if self._inside or threading.get_ident() == self._hook_thread:
@@ -402,43 +397,38 @@ class NestedPipeline:
         if self._closed or self._broken is not None:
             return
         self._scheduler.drain()
-        batch = self._pending
-        if batch is not None and self._schedule.prefetch and not self._needs_retrieval and batch.owner:
-            undo_retrieval(self.rank, batch)
-            self._needs_retrieval = True
+        self._forget_pending()
 
     # -------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, iterator: Iterator[Any]) -> Step:
         """One batch forward, without gradients, inserts or metadata; exact about who has a batch, like training."""
         self._pause()
-        rank = self.rank
-        parked = self._parked.pop(id(iterator), None)
-        if iterator is self._iterator:
+        if self._source is not None and self._source.iterator is iterator:
             self._park()
-            parked = self._parked.pop(id(iterator), None)
-        batch = BatchState(self._evaluated, f"e{self._evaluated}", training=False)
+        source = self._parked.pop(id(iterator), None) or Source(iterator)
+        batch = BatchState(
+            self._evaluated, f"e{self._evaluated}", self._trained, training=False, timeout_s=self.config.timeout_s
+        )
         self._evaluated += 1
-        keep = rank.iterator, rank.exhausted
-        rank.iterator, rank.exhausted = iterator, parked.exhausted if parked else False
-        if parked is not None and parked.batch is not None:
-            batch.raw, batch.size, batch.has_batch = parked.batch.raw, parked.batch.size, parked.batch.has_batch
+        drawn, source.drawn = source.drawn, None
+        if drawn is not None:
+            _copy_drawn(drawn, batch)
+        self.rank.source = source
         try:
             for node in self._evaluation.nodes:
-                if node.stage == "prefetch" and batch.has_batch:
-                    continue
-                run_stage(self._evaluation.graph.by_name[node.stage].function, rank, batch, node.micro)
-            if rank.exhausted and not batch.ended:
-                self._parked[id(iterator)] = _Parked(iterator, None, True)
+                if node.stage != "prefetch" or drawn is None:
+                    run_stage(self._evaluation.graph.by_name[node.stage].function, self.rank, batch, node.micro)
         finally:
-            rank.iterator, rank.exhausted = keep
+            self.rank.source = self._source
         if batch.ended:
             raise StopIteration
+        if source.exhausted:
+            self._parked[id(iterator)] = source
         failure = batch.failure or batch.remote
         if failure is not None:
             raise self._as_error(failure, batch)
-        loss, output = self._merge(batch)
-        return Step(batch.index, loss, output)
+        return make_step(batch)
 
     # ------------------------------------------------------------------------------------------ capture
 
@@ -460,6 +450,13 @@ class _BatchFailed(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def _copy_drawn(drawn: BatchState, batch: BatchState) -> None:
+    """What `prefetch` had found, for a batch that is routed again."""
+    batch.raw, batch.size, batch.has_batch, batch.inputs = drawn.raw, drawn.size, drawn.has_batch, drawn.inputs
+    if drawn.failure is not None and drawn.failure.stage == "prefetch":
+        batch.failure = drawn.failure
 
 
 @functools.cache

@@ -32,10 +32,10 @@ def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     with batch.guard(rank.communicator.rank, "reduce_grads"):
         for binding, owner in zip(rank.bindings, batch.owner):
             total = torch.zeros(len(owner.keys), binding.store.dim)
-            boxes = owner.boxes if owner.boxes is not None else torch.zeros(0, binding.store.dim)
+            assert owner.boxes is not None
             start = 0
             for peer, length in enumerate(owner.per_peer):
-                part = boxes[start : start + length]
+                part = owner.boxes[start : start + length]
                 if batch.divisors and batch.divisors[peer] != 1.0:
                     part = part / batch.divisors[peer]
                 scatter_add_rows(total, owner.slot[start : start + length], part)
@@ -117,7 +117,14 @@ def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's word to everybody: failed or not, and what is not finite."""
     bad, names = _name_bad_rows(rank, batch)
     flags = Flags(
-        batch.index, rank.num_micro_batches, batch.has_batch, batch.failure, bad, not batch.dense_finite, names
+        batch.index,
+        rank.num_micro_batches,
+        batch.training,
+        batch.has_batch,
+        batch.failure,
+        bad,
+        not batch.dense_finite,
+        names,
     )
     world = rank.communicator.size
     message = pack_flags(flags).repeat(world, 1)
@@ -127,7 +134,7 @@ def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def _land_flags(rank: RankState, batch: BatchState) -> list[Flags]:
     words = batch.land("control").view(rank.communicator.size, FIXED_WORDS)
-    expect = Flags(batch.index, rank.num_micro_batches)
+    expect = Flags(batch.index, rank.num_micro_batches, batch.training)
     return [unpack_flags(words[p], p, expect) for p in range(rank.communicator.size)]
 
 
@@ -148,16 +155,15 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
         return
     bad_rows = sum(flags.sparse_bad for flags in peers)
     dense_bad = any(flags.dense_bad for flags in peers)
-    if (bad_rows or dense_bad) and rank.nan_policy == "raise":
-        names = [flags.text for flags in peers if flags.text]
-        what = ([f"{bad_rows} row gradients ({'; '.join(names)})"] if bad_rows else []) + (
-            ["dense gradients"] if dense_bad else []
-        )
-        batch.verdict = Verdict(False, non_finite=" and ".join(what))
+    names = "; ".join(flags.text for flags in peers if flags.text)
+    what = [f"{bad_rows} row gradients ({names})"] * bool(bad_rows) + ["dense gradients"] * dense_bad
+    skipped = " and ".join(what)
+    if skipped and rank.nan_policy == "raise":
+        batch.verdict = Verdict(False, non_finite=skipped)
         return
-    rank.step_count += 1
     rates = [b.module.learning_rates(b.index) for b in rank.bindings]
-    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, learning_rates=rates)
+    rank.step_count += 1
+    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, skipped, rates)
 
 
 def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:

@@ -73,7 +73,8 @@ class EagerContext:
 
     def _new_batch(self, stage: str) -> BatchState:
         self._exchanges += 1
-        return BatchState(self._exchanges, f"eager/{stage}{self._exchanges}", has_batch=True)
+        clock = self._rank.step_count
+        return BatchState(self._exchanges, f"eager/{stage}{self._exchanges}", clock, has_batch=True)
 
     def _announce(self, batch: BatchState, calls: Sequence[LookupCall]) -> None:
         batch.plans = routing.plan_keys(self._rank, [{self._name: list(calls)}])

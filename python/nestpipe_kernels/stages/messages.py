@@ -15,7 +15,8 @@ __all__ = ["FIXED_WORDS", "Flags", "join_rows", "pack_flags", "split_rows", "unp
 
 _MAGIC = 0x4E50_0001
 _TEXT_WORDS = 48
-FIXED_WORDS = 8 + _TEXT_WORDS
+_HEAD_WORDS = 9
+FIXED_WORDS = _HEAD_WORDS + _TEXT_WORDS
 
 
 class Flags:
@@ -25,6 +26,7 @@ class Flags:
         self,
         batch: int,
         micro_batches: int,
+        training: bool = True,
         has_batch: bool = True,
         failure: Failure | None = None,
         sparse_bad: int = 0,
@@ -33,6 +35,7 @@ class Flags:
     ) -> None:
         self.batch = batch
         self.micro_batches = micro_batches
+        self.training = training
         self.has_batch = has_batch
         self.failed = failure is not None
         self.sparse_bad = sparse_bad
@@ -49,8 +52,8 @@ def pack_flags(flags: Flags, extra: Sequence[int] = ()) -> Tensor:
     """int64 [FIXED_WORDS + len(extra)]; the text is cut to what fits."""
     text = flags.text.encode()[: _TEXT_WORDS * 8]
     padded = text + b"\0" * (_TEXT_WORDS * 8 - len(text))
-    head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.has_batch), int(flags.failed), flags.sparse_bad]
-    words = [*head, int(flags.dense_bad), len(text)]
+    head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.training), int(flags.has_batch), int(flags.failed)]
+    words = [*head, flags.sparse_bad, int(flags.dense_bad), len(text)]
     body = torch.frombuffer(bytearray(padded), dtype=torch.int64)
     return torch.cat([torch.tensor(words, dtype=torch.int64), body, torch.tensor(list(extra), dtype=torch.int64)])
 
@@ -61,9 +64,10 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
     Raises:
         CommunicationError: the message is damaged, or the peer is at another batch or splits batches otherwise.
     """
-    head = words[:8].tolist()
+    head = words[:_HEAD_WORDS].tolist()
     for what, got, want in (
         ("message marker", head[0], _MAGIC),
+        ("mode (1: training, 0: evaluation)", head[3], int(expect.training)),
         ("batch index", head[1], expect.batch),
         ("num_micro_batches", head[2], expect.micro_batches),
     ):
@@ -72,11 +76,11 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
                 f"rank {rank} sent another {what}: expected {want}, got {got}; all ranks must run the same steps with "
                 "the same settings"
             )
-    if not 0 <= head[7] <= _TEXT_WORDS * 8 or min(head[3:7]) < 0:
+    if not 0 <= head[8] <= _TEXT_WORDS * 8 or min(head[3:8]) < 0:
         raise CommunicationError(f"rank {rank} sent a damaged message: {head}")
-    text = words[8:FIXED_WORDS].numpy().tobytes()[: head[7]].decode(errors="replace")
-    flags = Flags(head[1], head[2], bool(head[3]), None, head[5], bool(head[6]), text)
-    flags.failed = bool(head[4])
+    text = words[_HEAD_WORDS:FIXED_WORDS].numpy().tobytes()[: head[8]].decode(errors="replace")
+    flags = Flags(head[1], head[2], bool(head[3]), bool(head[4]), None, head[6], bool(head[7]), text)
+    flags.failed = bool(head[5])
     return flags
 
 

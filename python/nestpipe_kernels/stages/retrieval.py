@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import StoreFullError
 from ..ops.intersect import intersect
 from ..ops.row_sync import row_sync
-from ..types import Retrieval
+from ..types import KeyStatus, Retrieval, RowStore
 from .routing import merge_sources
-from .state import BatchState, RankState
+from .state import BatchState, OwnerKeys, RankState
 
 __all__ = ["find", "gather_all", "gather_fresh", "retrieve", "sync", "undo_retrieval", "write_back"]
 
@@ -20,7 +21,20 @@ def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
         merge_sources(rank, batch)
     with batch.guard(rank.communicator.rank, "retrieve"):
         for binding, owner in zip(rank.bindings, batch.owner):
-            owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.index)
+            owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.clock)
+            _check_refused(binding.store, owner)
+
+
+def _check_refused(store: RowStore, owner: OwnerKeys) -> None:
+    """Nothing is dropped in silence: a key without a row is an error while no rule says what becomes of it."""
+    assert owner.retrieval is not None
+    refused = torch.nonzero(owner.retrieval.status == KeyStatus.REFUSED).squeeze(1)
+    if len(refused):
+        spec = store.tables[int(owner.tables[refused[0]])]
+        raise StoreFullError(
+            f"table {spec.name!r}: {len(refused)} new keys of this batch have no room (the first: "
+            f"{int(owner.keys[refused[0]])}; this rank's quota is {spec.capacity} rows); raise the table's capacity"
+        )
 
 
 def find(rank: RankState, batch: BatchState, micro: int) -> None:

@@ -15,7 +15,7 @@ from ..ops.cluster import cluster, partition_sizes
 from ..ops.dedup import dedup
 from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
-from .state import BatchState, Failure, MicroBatch, OwnerKeys, RankState, StorePlan
+from .state import BatchState, Inputs, MicroBatch, OwnerKeys, RankState, StorePlan
 
 __all__ = ["announce", "concat_keys", "exchange_keys", "merge_sources", "plan_keys", "prefetch", "route"]
 
@@ -24,13 +24,14 @@ def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
     """Draw the next batch and copy it: the loader and the caller may reuse their tensors at once."""
     from ..capture.split import batch_size_of, split
 
-    if rank.exhausted or rank.iterator is None:
+    source = rank.source
+    if source is None or source.exhausted:
         return
     with batch.guard(rank.communicator.rank, "prefetch"):
         try:
-            raw = next(rank.iterator)
+            raw = next(source.iterator)
         except StopIteration:
-            rank.exhausted = True
+            source.exhausted = True
             return
         batch.size = batch_size_of(raw)
         if batch.size:
@@ -39,6 +40,7 @@ def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
             if rank.inputs is None and rank.capture is not None:
                 rank.inputs = rank.capture(batch.raw)
         batch.has_batch = True
+    batch.inputs = rank.inputs
 
 
 def route(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -66,22 +68,24 @@ def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
     for k, piece in zip(filled, pieces):
         micros[k].batch = piece
         try:
-            micros[k].inputs, micros[k].calls = _plan_calls(rank, piece)
+            micros[k].inputs, micros[k].calls = _plan_calls(rank, batch.inputs, piece)
         except (IndexError, TypeError, ValueError):
-            _plan_calls(rank, batch.raw)  # says the same with positions in the whole batch
+            _plan_calls(rank, batch.inputs, batch.raw)  # says the same with positions in the whole batch
             raise
     return micros
 
 
-def _plan_calls(rank: RankState, piece: Any) -> tuple[dict[str, list[Any]], dict[str, list[LookupCall]]]:
+def _plan_calls(
+    rank: RankState, source: Inputs | None, piece: Any
+) -> tuple[dict[str, list[Any]], dict[str, list[LookupCall]]]:
     """The inputs of every module for a batch or a part of it, and their lookups."""
-    inputs: dict[str, list[Any]] = rank.inputs.replay(piece) if rank.inputs is not None else {}
+    inputs: dict[str, list[Any]] = source.replay(piece) if source is not None else {}
     return inputs, {name: [rank.modules[name].plan_call(f) for f in calls] for name, calls in inputs.items()}
 
 
 def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
     """Order of samples that lets those sharing keys meet; lookups that do not map to samples are left out."""
-    inputs: dict[str, list[Any]] = rank.inputs.replay(batch.raw) if rank.inputs is not None else {}
+    inputs: dict[str, list[Any]] = batch.inputs.replay(batch.raw) if batch.inputs is not None else {}
     samples: list[Tensor] = []
     ids: list[Tensor] = []
     base = 0
@@ -178,7 +182,7 @@ def announce(rank: RankState, batch: BatchState) -> None:
 
 
 def _flags(rank: RankState, batch: BatchState) -> Flags:
-    return Flags(batch.index, rank.num_micro_batches, batch.has_batch, batch.failure)
+    return Flags(batch.index, rank.num_micro_batches, batch.training, batch.has_batch, batch.failure)
 
 
 def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -204,7 +208,7 @@ def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def merge_sources(rank: RankState, batch: BatchState) -> None:
     """The owner's view: the lists of all sources, and the distinct keys among them in order of first appearance."""
-    for lists in unpack(batch.land("keys.keys"), batch.key_sizes):
+    for binding, lists in zip(rank.bindings, unpack(batch.land("keys.keys"), batch.key_sizes)):
         distinct = dedup(lists.keys, lists.tables)
         slot = distinct.inverse.to(torch.int64)
         counts = torch.zeros(len(distinct.unique_index), dtype=torch.int64).index_add_(0, slot, lists.counts)
@@ -218,10 +222,6 @@ def merge_sources(rank: RankState, batch: BatchState) -> None:
                 per_peer=lists.per_peer,
                 rows=rows,
                 grads=grads,
+                boxes=torch.zeros(len(slot), binding.store.dim) if batch.training else None,
             )
         )
-
-
-def describe_failure(batch: BatchState) -> Failure | None:
-    """The failure to report for a batch: this rank's own first."""
-    return batch.failure or batch.remote

@@ -59,6 +59,18 @@ class Inputs(Protocol):
 
 
 @dataclass
+class Source:
+    """An iterator that batches come from, with what was drawn from it and not trained."""
+
+    iterator: Iterator[Any]
+    exhausted: bool = False
+    drawn: BatchState | None = None
+    """Parked while batches of another iterator run."""
+    abandoned: bool = False
+    """Nobody else has the iterator any more: what was drawn is dropped instead of parked."""
+
+
+@dataclass
 class RankState:
     """One rank's part of the run. Fields below `step_count` are set by whoever drives the stages."""
 
@@ -84,8 +96,10 @@ class RankState:
     inputs: Inputs | None = None
     capture: Callable[[Any], Inputs] | None = None
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
-    iterator: Iterator[Any] | None = None
-    exhausted: bool = False
+    source: Source | None = None
+    """Where `prefetch` draws from."""
+    timeout_s: float | None = None
+    """Limit of every wait for another rank; None: the communicator's."""
     on_write_back: list[Callable[[int, str, Tensor], None]] = field(default_factory=list)
 
 
@@ -163,9 +177,10 @@ class Verdict:
     step: int = 0
     dense_ok: bool = True
     skipped_rows: int = 0
-    failure: Failure | None = None
     non_finite: str = ""
+    """What is not finite, in words, if anything."""
     learning_rates: list[Tensor] = field(default_factory=list)
+    failure: Failure | None = None
 
 
 @dataclass
@@ -173,8 +188,11 @@ class BatchState:
     """One batch on its way through the stages."""
 
     index: int
+    """Numbers the batches that are under way; its parity chooses the row buffer."""
     tag: str
     """Prefix of its collectives' names, the same on all ranks."""
+    clock: int = 0
+    """Batches that counted before this one: what `last_used` of its rows becomes."""
     raw: Any = None
     size: int = 0
     has_batch: bool = False
@@ -187,6 +205,8 @@ class BatchState:
     """The first thing that failed on this rank; it still joins every exchange."""
     remote: Failure | None = None
     training: bool = True
+    inputs: Inputs | None = None
+    """What tells this batch's embedding inputs."""
     micro: list[MicroBatch] = field(default_factory=list)
     plans: list[StorePlan] = field(default_factory=list)
     owner: list[OwnerKeys] = field(default_factory=list)
@@ -195,7 +215,9 @@ class BatchState:
     """[W][num_stores] lengths of the lists that each source announced."""
     losses: list[tuple[float, Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    output_weights: list[float] = field(default_factory=list)
+    weighted: bool | None = None
+    """Whether the model returns weights; all micro-batches of a batch alike."""
+    timeout_s: float | None = None
     divisor: float = 1.0
     """Sum of the weights that the model returned; divides this rank's gradients. 1 where weights are known before."""
     divisors: list[float] = field(default_factory=list)
@@ -211,7 +233,7 @@ class BatchState:
 
     def land(self, purpose: str, micro: int = 0) -> Tensor:
         """Wait for an exchange of this batch; its tensors are released here."""
-        return self.handles.pop((purpose, micro)).wait()
+        return self.handles.pop((purpose, micro)).wait(self.timeout_s)
 
     @contextmanager
     def guard(self, rank: int, stage: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
 from .lookup_function import run_lookup
 from .messages import join_rows, split_rows
 from .routing import concat_keys
-from .state import BatchState, MicroBatch, RankState, StorePlan, concat_counts
+from .state import BatchState, Inputs, MicroBatch, RankState, StorePlan, concat_counts
 
 __all__ = [
     "MicroContext",
@@ -68,8 +68,10 @@ def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
 class MicroContext:
     """Answers the model's lookups in one micro-batch from the rows received, and collects the output gradients."""
 
-    def __init__(self, rank: RankState, plans: list[StorePlan], micro: MicroBatch, number: int) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: RankState, inputs: Inputs | None, plans: list[StorePlan], micro: MicroBatch, number: int
+    ) -> None:
+        self._inputs = inputs
         self._micro = micro
         self._names = {id(module): name for name, module in rank.modules.items()}
         self._next = dict.fromkeys(rank.modules, 0)
@@ -94,8 +96,8 @@ class MicroContext:
                 f"module {name!r} is called {call_index + 1} times in this batch, but {len(planned)} calls were "
                 "planned from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
             )
-        assert self._rank.inputs is not None
-        self._rank.inputs.check(name, call_index, planned[call_index], features)
+        assert self._inputs is not None
+        self._inputs.check(name, call_index, planned[call_index], features)
         self._next[name] = call_index + 1
         call = self._micro.calls[name][call_index]
         call = self._with_live_weights(name, call_index, call, features)
@@ -131,7 +133,7 @@ class MicroContext:
 
 def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) -> None:
     micro = batch.micro[number]
-    context = MicroContext(rank, batch.plans, micro, number)
+    context = MicroContext(rank, batch.inputs, batch.plans, micro, number)
     for module in rank.modules.values():
         module.lookup_context = context
     try:
@@ -139,6 +141,12 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
         with torch.set_grad_enabled(training):
             loss, output, weight = rank.call_model(rank.model, micro.batch)
             share = len(micro.indices) / batch.size
+            if batch.weighted not in (None, weight is not None):
+                raise TypeError(
+                    "the model returned a weight with some micro-batches of a batch and none with others; return one "
+                    "always or never"
+                )
+            batch.weighted = weight is not None
             if weight is not None:
                 coefficient = float(weight)
                 batch.divisor = coefficient if number == 0 or not batch.losses else batch.divisor + coefficient
@@ -152,7 +160,6 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
     context.finish()
     batch.losses.append((coefficient, loss.detach()))
     batch.outputs.append(output)
-    batch.output_weights.append(share)
     if training:
         for binding, plan in zip(rank.bindings, batch.plans):
             calls = micro.calls.get(binding.module_name, [])
@@ -232,7 +239,6 @@ def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     parts, divisors = split_rows(batch.land("grads", micro), _per_peer(moves), dims, True, rank.communicator.size)
     if micro == rank.num_micro_batches - 1:
         batch.divisors = divisors
-    for owner, move, part, dim in zip(batch.owner, moves, parts, dims):
-        if owner.boxes is None:
-            owner.boxes = torch.zeros(len(owner.slot), dim)
+    for owner, move, part in zip(batch.owner, moves, parts):
+        assert owner.boxes is not None
         scatter_add_rows(owner.boxes, move.positions, part)

@@ -145,7 +145,7 @@ def _first_difference(a: object, b: object) -> str:
 
 def explore(graph: Graph, ranks: Sequence[RankState], order: Sequence[Step], batches: int) -> Outcome:
     """Run the nodes in `order`; whatever breaks ends the run and is the outcome."""
-    states = [[BatchState(t, f"t{t}") for t in range(batches)] for _ in ranks]
+    states = [[BatchState(t, f"t{t}", t) for t in range(batches)] for _ in ranks]
     for per_rank in states:
         for before, batch in zip(per_rank, per_rank[1:]):
             batch.previous = before

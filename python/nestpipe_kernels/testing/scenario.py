@@ -20,7 +20,7 @@ from ..comm import InMemoryWorld
 from ..jagged import KeyedJaggedTensor
 from ..nn import EmbeddingBagCollection, EmbeddingBagConfig
 from ..ops.owners import default_slice_owner
-from ..stages.state import RankState, bind_stores
+from ..stages.state import RankState, Source, bind_stores
 from ..types import UNBOUNDED, PoolingType
 from .explorer import Outcome
 from .oracle import Oracle, OracleLookup, OracleTable
@@ -211,7 +211,7 @@ class Scenario:
                     dense_optimizer=self.dense_optimizer(model),
                     dense_parameters=[(n, p) for n, p in model.named_parameters() if p.requires_grad],
                     inputs=_SparseField(),
-                    iterator=self.loader(r, generator),
+                    source=Source(self.loader(r, generator)),
                 )
             )
         return made
