@@ -1,4 +1,4 @@
-"""E2: as close to a float64 run as plain PyTorch in float32 is (nn.EmbeddingBag, torch.optim, one process, 100 steps)."""
+"""E2: as close to a float64 run as plain PyTorch in float32 (nn.EmbeddingBag, torch.optim, one process, 100 steps)."""
 
 from __future__ import annotations
 
