@@ -107,7 +107,8 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def make_pipeline(model: nn.Module, schedule: str = "nested", loss_fn: Any = None, **settings: Any) -> NestedPipeline:
     """A pipeline with two micro-batches and short waits, unless told otherwise."""
     settings = {"num_micro_batches": 2, "timeout_s": 20.0, **settings}
-    return NestedPipeline(model, dense_optimizer(model), loss_fn, PipelineConfig(schedule=schedule, **settings))
+    optimizer = dense_optimizer(model) if any(p.requires_grad for p in model.parameters()) else None
+    return NestedPipeline(model, optimizer, loss_fn, PipelineConfig(schedule=schedule, **settings))
 
 
 @dataclass

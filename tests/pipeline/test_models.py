@@ -207,6 +207,25 @@ def test_fault_08_padding_never_moves():
         assert 0 not in model.ebc.store(name).keys().tolist()
 
 
+def test_fault_23_half_precision_gradients_are_summed_in_float32():
+    """5,001 ones: in float16 the sum would stop at 2,048, in bfloat16 at 256."""
+    many = 5001
+    for dtype in (torch.float16, torch.bfloat16):
+        ebc = EmbeddingBagCollection([table("user")], optimizer=optim.SGD(lr=1.0))
+        model = nn.ModuleDict({"ebc": ebc})
+        start = ebc.state_dict()["embedding_bags.user.weight"]
+        sparse = KeyedJaggedTensor(["user"], torch.full((many,), 3), lengths=torch.ones(many, dtype=torch.int64))
+
+        def in_half(m, batch, dtype=dtype):
+            output = m["ebc"](batch["sparse"]).values().to(dtype)
+            return output.sum(dtype=torch.float32), output
+
+        with make_pipeline(model, loss_fn=in_half, loss_weighting="sum") as pipeline:
+            list(pipeline.run([{"sparse": sparse}]))
+        moved = start - ebc.state_dict()["embedding_bags.user.weight"]
+        torch.testing.assert_close(moved[3], torch.full((3,), float(many)), rtol=1e-6, atol=0)
+
+
 def test_the_gradient_reaches_learned_per_sample_weights():
     model = Weighted(optim.SGD(lr=0.1))
     with make_pipeline(model, num_micro_batches=1) as pipeline:
