@@ -17,16 +17,6 @@ def batches_of(rank, bad=0, without=False):
     return [b for t, b in enumerate(made) if not (without and t == BAD_STEP)]
 
 
-def same_but_for_batch_numbers(state, reference):
-    """Metadata count every drawn batch, the one that failed included; all else is alike."""
-    assert state.rows == reference.rows
-    assert state.dense == reference.dense
-    assert state.momentum == reference.momentum
-    assert state.step_count == reference.step_count
-    shifted = {k: (t + (t >= BAD_STEP), n) for k, (t, n) in reference.metadata.items()}
-    assert state.metadata == shifted
-
-
 @pytest.fixture(scope="module")
 def reference():
     return run_all(WORLD, "sequential", lambda r: batches_of(r, without=True), clustering="none")
@@ -55,7 +45,7 @@ def test_fault_26_raise_changes_nothing_on_any_rank(reference, schedule, kind, t
         assert before == after
         assert run.losses == expected.losses
         assert run.outputs == expected.outputs
-        same_but_for_batch_numbers(run.state, expected.state)
+        assert run.state == expected.state
 
 
 @pytest.mark.parametrize("schedule", EXACT[1:])
@@ -120,4 +110,4 @@ def test_a_forward_that_raises_changes_nothing_on_any_rank(reference, schedule):
     for run, expected in zip(runs, reference):
         assert run.around_errors[0][0] == run.around_errors[0][1]
         assert run.losses == expected.losses
-        same_but_for_batch_numbers(run.state, expected.state)
+        assert run.state == expected.state

@@ -201,7 +201,7 @@ def test_fault_39_a_prefetch_that_does_not_copy(monkeypatch):
 
     def prefetch(rank, batch, micro):
         original(rank, batch, micro)
-        batch.raw = rank.iterator.own
+        batch.raw = rank.source.iterator.own
 
     original = routing.prefetch
     assert_seen(
