@@ -39,12 +39,14 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Embeddings that each source needs from here on for micro-batch `micro`, copied out of the buffer."""
     dims = [b.store.dim for b in rank.bindings]
     moves = [owner.rows[micro] for owner in batch.owner]
-    parts = [torch.zeros(len(move.positions), dim) for move, dim in zip(moves, dims)]
+    parts: list[Tensor] = []
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "send_rows"):
-            for k, (owner, move) in enumerate(zip(batch.owner, moves)):
+            for owner, move, dim in zip(batch.owner, moves, dims):
                 assert owner.buffer is not None
-                parts[k] = gather_rows(owner.buffer, owner.slot[move.positions], dims[k])
+                parts.append(gather_rows(owner.buffer, owner.slot[move.positions], dim))
+    if batch.failure is not None:  # peers expect rows of these sizes all the same
+        parts = [torch.zeros(len(move.positions), dim) for move, dim in zip(moves, dims)]
     world = rank.communicator.size
     incoming = [plan.rows[micro].per_peer for plan in batch.plans]
     handle = rank.communicator.group("rows").all_to_all(
