@@ -504,3 +504,53 @@ def test_a_closed_pipeline_says_so_and_close_is_idempotent():
     for use in (lambda: pipeline.progress(iter([])), lambda: next(pipeline.run([make_batch(0)])), pipeline.drain):
         with pytest.raises(RuntimeError, match=r"^this pipeline is closed; build a new NestedPipeline$"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("weight", "error_type", "text"),
+    [
+        (-1.0, ValueError, "loss_fn must return a weight that is finite and >= 0, got -1.0"),
+        (float("nan"), ValueError, "loss_fn must return a weight that is finite and >= 0, got nan"),
+        (torch.tensor(float("inf")), ValueError, "loss_fn must return a weight that is finite and >= 0, got inf"),
+        ("2", TypeError, "loss_fn must return a number as the weight of its loss, got str"),
+        (
+            torch.ones(2),
+            TypeError,
+            "loss_fn must return a number as the weight of its loss, got a torch.float32 tensor",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_weights(weight, error_type, text):
+    with pytest.raises(error_type, match=f"^{re.escape(text)}"):
+        step_once(Recommender(), loss_fn=lambda model, batch: (*model(batch), weight))
+
+
+def test_progress_with_something_that_is_no_iterator():
+    with make_pipeline(Recommender()) as pipeline:
+        with pytest.raises(TypeError) as caught:
+            pipeline.progress([make_batch(0)])
+        assert str(caught.value) == (
+            "progress() draws from an iterator, got list; pass iter(loader), made once for the epoch, "
+            "or use run(loader)"
+        )
+        pipeline.progress(iter([make_batch(0)]))
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_full_table_fails_its_batch_and_changes_nothing(schedule):
+    def tables():
+        made = make_tables()
+        made[0].capacity = 8
+        return made
+
+    def train(name):
+        batches = [make_batch(0, keys=3), make_batch(1, size=30, keys=100, first_key=50), make_batch(2, keys=3)]
+        return run_all(2, name, lambda r: batches, [1], lambda c: Recommender(c, tables()))
+
+    runs = train(schedule)
+    for run, expected in zip(runs, train("sequential")):
+        ((number, error),) = run.errors
+        assert number == 1
+        assert re.match(r"table 'user': \d+ new keys of this batch have no room \(the first: \d+; this", str(error))
+        assert run.around_errors[0][0] == run.around_errors[0][1]
+        assert (run.losses, run.state) == (expected.losses, expected.state)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.pipeline.small_model import EXACT, Recommender, make_batch, make_pipeline, run_rank, state_of
 
+from nestpipe_kernels.nn import EmbeddingBagConfig
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
 TRAIN = [make_batch(t) for t in range(6)]
@@ -183,6 +184,23 @@ def test_writing_rows_between_steps_reaches_the_next_batch(schedule):
             return state_of(pipeline)
 
     assert write(schedule) == write("sequential") != final_state(TRAIN)
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_loading_weights_between_steps_reaches_the_next_batch(schedule):
+    def fixed():
+        return Recommender(tables=[EmbeddingBagConfig(7, 4, name) for name in ("user", "item")])
+
+    def load(name):
+        with make_pipeline(fixed(), name) as pipeline:
+            iterator = iter(TRAIN)
+            for number in range(len(TRAIN)):
+                pipeline.progress(iterator)
+                if number == 2:
+                    pipeline.model.load_state_dict(fixed().state_dict())
+            return state_of(pipeline)
+
+    assert load(schedule) == load("sequential")
 
 
 def train_and_evaluate(schedule, rank, communicator):

@@ -153,6 +153,29 @@ def test_returned_weights_average_over_what_they_count(as_tensor):
     assert float(step.loss) == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_rank_whose_weights_are_all_0_contributes_nothing(schedule):
+    def only_marked(model, batch):
+        loss, logits = model(batch)
+        return loss, logits, float(batch.bad.sum())
+
+    def batches(rank):
+        made = [make_batch(10 * rank + t) for t in range(3)]
+        for batch in made:
+            batch.bad += 8 if rank == 0 else 0
+        return made
+
+    def train(name, batches_of=batches):
+        return run_all(2, name, batches_of, loss_fn=only_marked)
+
+    first, second = runs = train(schedule)
+    assert runs == train("sequential")
+    assert second.losses == [0.0] * 3
+    alone = train("sequential", lambda rank: batches(rank) if rank == 0 else [])[0]
+    assert first.losses == alone.losses
+    assert first.state.dense == alone.state.dense
+
+
 # --------------------------------------------------------------------------------------------------------- ranks
 
 

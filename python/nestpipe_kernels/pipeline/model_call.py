@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,13 +14,12 @@ from torch import Tensor
 __all__ = ["call_model"]
 
 
-def call_model(
-    model: Any, loss_fn: Callable[[Any, Any], Any] | None, batch: Any
-) -> tuple[Tensor, Any, float | Tensor | None]:
+def call_model(model: Any, loss_fn: Callable[[Any, Any], Any] | None, batch: Any) -> tuple[Tensor, Any, float | None]:
     """(loss as a 0-dim tensor, output, weight or None). A DDP module runs without its own averaging.
 
     Raises:
         TypeError: the model or loss function returns something else than `(loss, output)` or `(loss, output, weight)`.
+        ValueError: the weight is negative or not finite.
     """
     quiet = model.no_sync() if isinstance(model, torch.nn.parallel.DistributedDataParallel) else nullcontext()
     with quiet:
@@ -29,7 +30,18 @@ def call_model(
     loss, output = returned[0], returned[1]
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         raise TypeError(f"{source} must return a floating-point loss tensor first, got {_describe(loss)}")
-    return loss.sum() if loss.dim() else loss, output, returned[2] if len(returned) == 3 else None
+    weight = _weight(returned[2], source) if len(returned) == 3 else None
+    return loss.sum() if loss.dim() else loss, output, weight
+
+
+def _weight(value: Any, source: str) -> float:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{source} must return a number as the weight of its loss, got {_describe(value)}")
+    weight = float(number)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"{source} must return a weight that is finite and >= 0, got {weight}")
+    return weight
 
 
 def _describe(value: Any) -> str:

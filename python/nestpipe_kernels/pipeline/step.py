@@ -50,7 +50,7 @@ def make_step(batch: BatchState) -> Step:
         loss = torch.zeros((), dtype=batch.losses[0][1].dtype)
         for coefficient, value in batch.losses:
             loss = loss + value * coefficient
-        step.loss = loss / batch.divisor
+        step.loss = loss / batch.loss_divisor
         indices = [micro.indices for micro in batch.micro if len(micro.indices)]
-        step.output = merge_outputs(batch.outputs, indices, [c / batch.divisor for c, _ in batch.losses])
+        step.output = merge_outputs(batch.outputs, indices, [c / batch.loss_divisor for c, _ in batch.losses])
     return step

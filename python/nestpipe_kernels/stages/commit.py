@@ -60,8 +60,8 @@ def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "dense_scatter"):
             _fill_dense(rank, flat)
-            if batch.divisor != 1.0:
-                flat[: count - len(rank.dense_parameters)] /= batch.divisor
+            if batch.loss_divisor != 1.0:
+                flat[: count - len(rank.dense_parameters)] /= batch.loss_divisor
     handle = rank.communicator.group("dense").all_to_all(
         flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
     )

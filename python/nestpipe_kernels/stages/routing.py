@@ -28,6 +28,11 @@ def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
     if source is None or source.exhausted:
         return
     with batch.guard(rank.communicator.rank, "prefetch"):
+        if not hasattr(source.iterator, "__next__"):
+            raise TypeError(
+                f"progress() draws from an iterator, got {type(source.iterator).__name__}; pass iter(loader), made "
+                "once for the epoch, or use run(loader)"
+            )
         try:
             raw = next(source.iterator)
         except StopIteration:

@@ -227,6 +227,11 @@ class BatchState:
     verdict: Verdict | None = None
     handles: dict[tuple[str, int], Handle] = field(default_factory=dict)
 
+    @property
+    def loss_divisor(self) -> float:
+        """What divides this rank's loss and gradients: `divisor`, or 1 where all weights are 0 (they add nothing)."""
+        return self.divisor or 1.0
+
     def post(self, purpose: str, micro: int, handle: Handle) -> None:
         """Remember an exchange under way."""
         self.handles[purpose, micro] = handle

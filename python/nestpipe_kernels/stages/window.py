@@ -223,7 +223,7 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     world = rank.communicator.size
     incoming = [owner.grads[micro].per_peer for owner in batch.owner]
     # Only the last message's divisor counts: before that the sum of weights is not known yet.
-    divisor = batch.divisor if micro == rank.num_micro_batches - 1 else 1.0
+    divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
     message = join_rows(parts, _per_peer(moves), lead=torch.full((world,), divisor))
     handle = rank.communicator.group("grads").all_to_all(
         message,

@@ -170,7 +170,7 @@ class Oracle:
             for row, gradient in _row_gradients(lookup.calls).items():
                 total[row] = total.get(row, torch.zeros_like(gradient)) + gradient
         self._dense_grads[rank] = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
-        divisor = sum(weights) if weights else 1.0
+        divisor = (sum(weights) or 1.0) if weights else 1.0
         return total, float(loss_sum / divisor), divisor
 
     def __post_init__(self) -> None:
