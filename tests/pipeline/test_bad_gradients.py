@@ -1,7 +1,8 @@
 """Gradients that are not finite, batches that fail: nothing changes on any rank, later results are as without them."""
 
 import pytest
-from tests.pipeline.small_model import EXACT, Recommender, make_batch, run_all
+import torch
+from tests.pipeline.small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all
 
 from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
 
@@ -111,3 +112,33 @@ def test_a_forward_that_raises_changes_nothing_on_any_rank(reference, schedule):
         assert run.around_errors[0][0] == run.around_errors[0][1]
         assert run.losses == expected.losses
         assert run.state == expected.state
+
+
+class Normed(Recommender):
+    """With running statistics, which every forward changes."""
+
+    def __init__(self, communicator=None):
+        super().__init__(communicator)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+    def forward(self, batch):
+        return super().forward(Batch(batch.sparse, self.norm(batch.dense), batch.label, batch.bad))
+
+
+@pytest.mark.filterwarnings("ignore:batch statistics")
+def test_a_bad_batch_leaves_no_trace_in_running_statistics():
+    def buffers_after(batches):
+        model = Normed()
+        with make_pipeline(model) as pipeline:
+            iterator = iter(batches)
+            for batch in batches:
+                if bool(batch.bad.any()):
+                    with pytest.raises(NonFiniteGradientError):
+                        pipeline.progress(iterator)
+                else:
+                    pipeline.progress(iterator)
+        return [buffer.tolist() for buffer in model.norm.buffers()], model.linear.weight.tolist()
+
+    expected = buffers_after([make_batch(0), make_batch(2)])
+    assert buffers_after([make_batch(0), make_batch(1, bad=2), make_batch(2)]) == expected
+    assert expected[0][2] == 4, "two batches of two micro-batches"

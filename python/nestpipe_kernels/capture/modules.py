@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-__all__ = ["batch_coupled_modules", "embedding_modules", "warn_batch_coupled"]
+__all__ = ["batch_coupled_modules", "embedding_modules", "running_statistics", "warn_batch_coupled"]
 
 
 def embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -31,6 +31,11 @@ def batch_coupled_modules(model: nn.Module) -> list[str]:
         if (isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats))
         and (module.training or not model.training)
     ]
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that a forward of normalisation modules changes in place: means, variances, counts of batches."""
+    return [buffer for module in model.modules() if isinstance(module, _NormBase) for buffer in module.buffers(False)]
 
 
 def warn_batch_coupled(model: nn.Module, num_micro_batches: int) -> None:

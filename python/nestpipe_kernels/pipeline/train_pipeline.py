@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
-from ..capture.modules import embedding_modules, warn_batch_coupled
+from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
 from ..comm import Communicator
 from ..config import PipelineConfig, default_threads
 from ..errors import CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
@@ -111,6 +111,7 @@ class NestedPipeline:
         )
         self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
         self._next_index = 0
+        self._statistics = running_statistics(model)
         self._trained = 0
         """Batches that counted so far: what the next one's rows note as `last_used`."""
         self._evaluated = 0
@@ -322,6 +323,7 @@ class NestedPipeline:
             following.previous = batch
             scheduler.start_ahead(following)
         self._pending = following
+        batch.statistics = [buffer.clone() for buffer in self._statistics]
         for micro in range(self.config.num_micro_batches):
             scheduler.run_caller("forward_backward", batch, micro)
         scheduler.run_caller("verdict", batch)
@@ -374,9 +376,14 @@ class NestedPipeline:
     # ------------------------------------------------------------------------------------ outside access
 
     def _undo(self, batch: BatchState) -> None:
-        """A batch that does not count: stores as if it had never been retrieved; the next one is retrieved again."""
+        """A batch that does not count: stores as if it had never been retrieved; the next one is retrieved again.
+
+        Running statistics of normalisation modules, which its forward has changed, are put back.
+        """
         self._pause()
         undo_retrieval(self.rank, batch)
+        for buffer, before in zip(self._statistics, batch.statistics):
+            buffer.copy_(before)
         if self._pending is not None:
             self._pending.clock = batch.clock
 

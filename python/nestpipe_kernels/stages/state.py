@@ -222,6 +222,8 @@ class BatchState:
     """Sum of the weights that the model returned; divides this rank's gradients. 1 where weights are known before."""
     divisors: list[float] = field(default_factory=list)
     """[W] every source's divisor, as it came with the last gradients."""
+    statistics: list[Tensor] = field(default_factory=list)
+    """Running statistics of the model before this batch's forward; put back if the batch does not count."""
     dense_slice: Tensor | None = None
     dense_finite: bool = True
     verdict: Verdict | None = None
