@@ -224,8 +224,9 @@ def construct(change: str) -> str:
     return ""
 
 
-def bad_id(schedule: str, bad_batch: int) -> list[str]:
-    """Rank 1 finds an id outside a fixed vocabulary in one of five batches; what every progress gave."""
+def one_bad_batch(schedule: str, bad_batch: int, fault: str) -> list[str]:
+    """On rank 1 one of five batches fails: by an id outside the vocabulary ("id"), in the model's first or last
+    micro-batch ("first", "last") or in the loader ("loader"); what every progress gave."""
     rank = dist.get_rank()
     table = EmbeddingBagConfig(10, 4, "t", feature_names=["f"])
     group = communicator_for(None, LIMIT_S)
@@ -234,18 +235,34 @@ def bad_id(schedule: str, bad_batch: int) -> list[str]:
 
     def loss(model: Any, batch: tuple[KeyedJaggedTensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits = model["top"](model["embedding"](batch[0]).values())
+        sample = {"first": 0, "last": 2}.get(fault, -1)
+        if rank == 1 and bool((batch[1] == bad_batch + sample / 10).any()):
+            raise ArithmeticError(f"the {fault} micro-batch broke")
         return logits.pow(2).mean(), batch[1]
 
-    def loader() -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
-        for t in range(5):
-            key = 10 if rank == 1 and t == bad_batch else t
-            yield _bags([t], [key], [1, 2]), torch.full((3,), float(t))
+    class Loader:
+        """Goes on after it has raised, as a generator does not."""
+
+        index = -1
+
+        def __iter__(self) -> Loader:
+            return self
+
+        def __next__(self) -> tuple[KeyedJaggedTensor, Tensor]:
+            self.index += 1
+            if self.index == 5:
+                raise StopIteration
+            bad = rank == 1 and self.index == bad_batch
+            if bad and fault == "loader":
+                raise OSError("the disk is gone")
+            key = 10 if bad and fault == "id" else self.index
+            return _bags([self.index], [key], [1, 2]), self.index + torch.tensor([0.0, 0.1, 0.2])
 
     config = scenario_config(Scenario(), schedule, LIMIT_S)
     dense = torch.optim.SGD(model["top"].parameters(), lr=0.1)
     got = []
     with NestedPipeline(model, dense, loss, config) as pipeline:
-        iterator = loader()
+        iterator = Loader()
         while True:
             try:
                 got.append(f"batch {float(pipeline.progress(iterator)[0]):g}")

@@ -100,11 +100,11 @@ def train(rank: int, pipeline: NestedPipeline, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "row_transfer"),
-    [("sequential", "once"), ("nested", "once"), ("nested", "per_micro_batch"), ("async", "once")],
+    ("schedule", "row_transfer", "world_size"),
+    [("sequential", "once", 1), ("nested", "once", 2), ("nested", "per_micro_batch", 1), ("async", "once", 1)],
 )
-def test_fault_24_steps_on_the_same_keys(schedule, row_transfer):
-    assert_flat(watch_run(replace(SCENARIO, row_transfer=row_transfer), schedule, train))
+def test_fault_24_steps_on_the_same_keys(schedule, row_transfer, world_size):
+    assert_flat(watch_run(replace(SCENARIO, row_transfer=row_transfer, world_size=world_size), schedule, train))
 
 
 def test_fault_39_batches_without_backward():
@@ -119,7 +119,7 @@ def test_fault_39_batches_without_backward():
             if (step + 1) % 100 == 0:
                 watch.look(rank, pipeline)
 
-    assert_flat(watch_run(SCENARIO, "nested", evaluate))
+    assert_flat(watch_run(replace(SCENARIO, world_size=1), "nested", evaluate))
 
 
 def test_batches_that_fail():

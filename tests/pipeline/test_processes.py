@@ -161,19 +161,30 @@ def test_ranks_that_disagree_are_told_at_construction(world_of, change):
         )
 
 
+FAULTS = {
+    "id": ("", "IndexError", ("'t'", "'f'", "10")),
+    "first": ("forward_backward", "ArithmeticError", ("the first micro-batch broke",)),
+    "last": ("forward_backward", "ArithmeticError", ("the last micro-batch broke",)),
+    "loader": ("prefetch", "OSError", ("the disk is gone",)),
+}
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "dbp", "fwp", "nested"])
 @pytest.mark.parametrize("bad_batch", [0, 2, 4])
-def test_fault_14_a_bad_id_on_one_rank_fails_its_own_batch_only(world_of, schedule, bad_batch):
-    results = world_of(2).run(cases.bad_id, schedule, bad_batch)
-    for rank, got in enumerate(results):
-        assert got[-1] == "end after 4 steps"
-        assert [g for t, g in enumerate(got[:5]) if t != bad_batch] == [
-            f"batch {t}" for t in range(5) if t != bad_batch
-        ]
-        if rank == 1:
-            assert got[bad_batch].startswith("IndexError: ")
-            for part in ("'t'", "'f'", "10"):
-                assert part in got[bad_batch]
-        else:
-            assert got[bad_batch].startswith("RemoteRankError: rank 1 failed in ")
-            assert f"of batch {bad_batch}: IndexError: " in got[bad_batch]
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_fault_14_38_what_fails_on_one_rank_fails_its_own_batch_only(world_of, schedule, bad_batch, fault):
+    stage, kind, parts = FAULTS[fault]
+    if stage == "forward_backward" and bad_batch == 0:
+        stage = "prefetch"  # the first batch is also the one whose model call is captured
+    for rank, got in enumerate(world_of(2).run(cases.one_bad_batch, schedule, bad_batch, fault)):
+        if isinstance(got, BaseException):
+            raise got
+        assert got[-1] == "end after 4 steps", got
+        good = got[:bad_batch] + got[bad_batch + 1 : 5]
+        assert good == [f"batch {t}" for t in range(5) if t != bad_batch]
+        failed = got[bad_batch]
+        start = f"{kind}: " if rank == 1 else f"RemoteRankError: rank 1 failed in {stage}"
+        assert failed.startswith(start), failed
+        if rank == 0:
+            assert f"of batch {bad_batch}: {kind}: " in failed
+        assert all(part in failed for part in parts), failed
