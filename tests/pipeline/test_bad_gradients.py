@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.pipeline.small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all
+from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all
 
 from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
 

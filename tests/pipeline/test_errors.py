@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tests.pipeline.small_model import (
+from small_model import (
     EXACT,
     Batch,
     Recommender,

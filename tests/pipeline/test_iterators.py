@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.pipeline.small_model import EXACT, Recommender, make_batch, make_pipeline, run_rank, state_of
+from small_model import EXACT, Recommender, make_batch, make_pipeline, run_rank, state_of
 
 from nestpipe_kernels.nn import EmbeddingBagConfig
 from nestpipe_kernels.testing.threads import run_ranks_as_threads

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.pipeline.small_model import EXACT, make_batch, make_pipeline, state_of
+from small_model import EXACT, make_batch, make_pipeline, state_of
 from torch import nn
 
 from nestpipe_kernels import init, optim

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.pipeline.small_model import Recommender, make_batch, make_pipeline, run_all, state_of
+from small_model import Recommender, make_batch, make_pipeline, run_all, state_of
 
 from nestpipe_kernels import optim
 from nestpipe_kernels.comm import InMemoryWorld

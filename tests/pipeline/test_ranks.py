@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tests.pipeline.small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all, state_of
+from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all, state_of
 from torch import nn
 
 from nestpipe_kernels import init, optim

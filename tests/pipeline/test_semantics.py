@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from tests.pipeline.small_model import (
+from small_model import (
     EXACT,
     Recommender,
     dense_optimizer,
