@@ -95,6 +95,7 @@ FAULTS = {
     26: [
         "pipeline/test_bad_gradients.py::test_fault_26_raise_changes_nothing_on_any_rank",
         "pipeline/test_bad_gradients.py::test_fault_26_skip_row_leaves_out_only_the_bad_rows",
+        "pipeline/test_bad_gradients.py::test_fault_26_what_one_owner_alone_sees_all_ranks_hear",
         "store/test_store_gradients.py::test_fault_26_one_bad_gradient_changes_nothing",
     ],
     27: [

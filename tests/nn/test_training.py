@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from nestpipe_kernels import optim
+from nestpipe_kernels import init, optim
 from nestpipe_kernels.comm import Communicator
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -106,10 +106,11 @@ def test_a_frozen_table_beside_trained_ones() -> None:
     assert not after["embedding_bags.m.weight"].equal(before["embedding_bags.m.weight"])
 
 
-def test_fault_15_eval_inserts_nothing() -> None:
-    ec = EmbeddingCollection([EmbeddingConfig(UNBOUNDED, 3, "t")], optimizer=optim.SGD(lr=0.1)).eval()
+@pytest.mark.parametrize(("training", "gradients"), [(False, True), (True, False), (False, False)])
+def test_fault_15_eval_inserts_nothing(training: bool, gradients: bool) -> None:
+    ec = EmbeddingCollection([EmbeddingConfig(UNBOUNDED, 3, "t")], optimizer=optim.SGD(lr=0.1)).train(training)
     keys = KeyedJaggedTensor(["t"], torch.tensor([5, -6]), lengths=torch.tensor([2]))
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         rows = ec(keys)["t"].values()
     assert rows.equal(ec.store("t").find(keys.values())[0])
     assert len(ec.store("t")) == 0
@@ -138,3 +139,43 @@ def test_fault_28_ranks_average_their_gradients() -> None:
 
     for moved in run_ranks(2, body):
         torch.testing.assert_close(moved, torch.full((3,), 1.5), rtol=1e-6, atol=1e-6)
+
+
+class FailingBackward(torch.autograd.Function):
+    """The identity, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise OverflowError("no gradient")
+
+
+@pytest.mark.parametrize("lookup_first", [True, False])
+def test_a_backward_that_fails_changes_nothing_and_the_next_one_trains(lookup_first: bool) -> None:
+    """Whether or not it had reached the lookup: neither a lost update nor the failed one's gradient later."""
+    tables = [EmbeddingBagConfig(UNBOUNDED, 2, "t", init=init.Constant(0.0))]
+    ebc = EmbeddingBagCollection(tables, optimizer=optim.SGD(lr=1.0))
+    features = KeyedJaggedTensor(["t"], torch.tensor([3]), lengths=torch.tensor([1]))
+    other = torch.ones(1, 2, requires_grad=True)
+
+    def rows() -> list[list[float]]:
+        values: list[list[float]] = ebc.store("t").find(torch.tensor([3]))[0].tolist()
+        return values
+
+    def fail() -> None:
+        # Autograd goes first through what was made last.
+        failing = FailingBackward.apply(other) if lookup_first else None
+        pooled = 5 * ebc(features).values()
+        if failing is None:
+            failing = FailingBackward.apply(other)
+        with pytest.raises(OverflowError, match="no gradient"):
+            (pooled + failing).sum().backward()
+
+    for expected in (0.0, -1.0):
+        fail()
+        assert rows() == [[expected, expected]]
+        ebc(features).values().sum().backward()
+        assert rows() == [[expected - 1, expected - 1]]

@@ -5,6 +5,7 @@ import torch
 from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all
 
 from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
+from nestpipe_kernels.jagged import KeyedJaggedTensor
 
 WORLD = 2
 BAD_STEP = 2
@@ -142,3 +143,70 @@ def test_a_bad_batch_leaves_no_trace_in_running_statistics():
     expected = buffers_after([make_batch(0), make_batch(2)])
     assert buffers_after([make_batch(0), make_batch(1, bad=2), make_batch(2)]) == expected
     assert expected[0][2] == 4, "two batches of two micro-batches"
+
+
+class BadElement(torch.autograd.Function):
+    """The identity, with a gradient that is NaN in the row or element of a mark."""
+
+    @staticmethod
+    def forward(ctx, x, marks):
+        ctx.marks = marks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(ctx.marks, torch.nan, gradient), None
+
+
+class OneBadGradient(Recommender):
+    """Mark 4 of a sample spoils its keys' gradients alone, mark 5 of sample i the gradient of the i-th dense weight."""
+
+    def forward(self, batch):
+        pooled = BadElement.apply(self.ebc(batch.sparse).values(), (batch.bad == 4)[:, None])
+        marks = torch.zeros_like(self.linear.weight, dtype=torch.bool)
+        marks[0, : len(batch.bad)] = batch.bad == 5
+        weight = BadElement.apply(self.linear.weight, marks)
+        logits = (torch.cat([pooled, batch.dense], 1) @ weight.t()).squeeze(1) + self.linear.bias
+        return ((logits - batch.label) ** 2).mean(), logits
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip_row"])
+@pytest.mark.parametrize("mark", [4, 5])
+def test_fault_26_what_one_owner_alone_sees_all_ranks_hear(mark, policy):
+    """A bad row, or slice of the dense gradients, is on one rank; whichever it is, all decide alike."""
+    size = 8
+    lengths = torch.tensor([1] * size + [0] * size)
+
+    def batch_with(bad, rank):
+        marks = torch.zeros(size)
+        if bad is not None and rank == 0:
+            marks[bad] = mark
+        sparse = KeyedJaggedTensor(["user", "item"], torch.arange(size), lengths=lengths)
+        return Batch(sparse, torch.ones(size, 2), torch.ones(size), marks)
+
+    plain = run_all(WORLD, "nested", lambda r: [batch_with(None, r)] * 2, model_of=OneBadGradient)
+    owned = [{key for _, key in run.state.rows} for run in plain]
+    assert all(owned), "each rank owns a key"
+    for bad in range(size):
+        runs = run_all(
+            WORLD,
+            "nested",
+            lambda r, bad=bad: [batch_with(None, r), batch_with(bad, r)],
+            [1] if policy == "raise" else [],
+            OneBadGradient,
+            nan_policy=policy,
+        )
+        if policy == "raise":
+            texts = {str(error) for run in runs for _, error in run.errors}
+            assert len(texts) == 1
+            assert [len(run.errors) for run in runs] == [1, 1]
+            assert all(before == after for run in runs for before, after in run.around_errors)
+            assert (f"1 row gradients (table 'user' key {bad})" in texts.pop()) == (mark == 4)
+        elif mark == 4:
+            assert [run.skipped_rows for run in runs] == [[0, 1], [0, 1]]
+            assert [run.state.dense for run in runs] == [run.state.dense for run in plain]
+        else:
+            assert [run.state.rows for run in runs] == [run.state.rows for run in plain]
+            assert runs[0].state.dense == runs[1].state.dense
+            assert runs[0].state.dense != plain[0].state.dense
+            assert all(b"\xc0\x7f" not in part for part in runs[0].state.dense)

@@ -40,6 +40,8 @@ class EagerContext:
     def lookup(self, module: EmbeddingModule, features: Any) -> Any:
         """Exchange keys and rows for `features` and pool them. Collective."""
         training = torch.is_grad_enabled() and bool(getattr(module, "training", True))
+        if torch._C._current_graph_task_id() == -1:  # no backward is running: what is left is of one that failed
+            self._reached.clear()
         batch, call = self._begin("forward", features)
         routing.exchange_keys(self._rank, batch, 0)
         self._check(batch)
