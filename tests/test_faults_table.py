@@ -58,7 +58,7 @@ FAULTS = {
     14: [
         "nn/test_plan.py::test_fault_14_ids_outside_a_fixed_vocabulary",
         "pipeline/test_errors.py::test_fault_14_a_bad_batch_is_raised_by_its_own_step_and_changes_nothing",
-        "pipeline/test_processes.py::test_fault_14_a_bad_id_on_one_rank_fails_its_own_batch_only",
+        "pipeline/test_processes.py::test_fault_14_38_what_fails_on_one_rank_fails_its_own_batch_only",
     ],
     15: [
         "nn/test_training.py::test_fault_15_eval_inserts_nothing",
@@ -125,6 +125,7 @@ FAULTS = {
         "launch/test_run_ranks.py::test_fault_38_a_killed_rank_is_named_and_the_others_end_by_themselves",
         "pipeline/test_faults.py::test_fault_38_a_rank_killed_in_the_middle",
         "pipeline/test_faults.py::test_fault_38_an_exception_on_one_rank",
+        "pipeline/test_processes.py::test_fault_14_38_what_fails_on_one_rank_fails_its_own_batch_only",
     ],
     39: [
         "capture/test_split_batch.py::test_fault_39_micro_batches_own_their_tensors",

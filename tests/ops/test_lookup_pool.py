@@ -226,6 +226,20 @@ def test_fault_4_no_ids_and_no_bags(implementation: str, mode: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_of_equal_maxima_gets_the_gradient(implementation: str, first: int) -> None:
+    """Equal values in different rows, signed zeros and NaNs among them."""
+    rows = torch.tensor([[3.0, 0.0, -0.0, torch.nan, 1.0], [3.0, -0.0, 0.0, torch.nan, 2.0]])
+    grad = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    slots, offsets = torch.tensor([-1, first, 1 - first, first]), torch.tensor([0, 4])
+    case = BagCase(rows, slots, offsets, [0, 1], [MAX], None, [grad])
+    expected = torch.zeros(2, 5)
+    expected[first, :4], expected[1, 4] = grad[0, :4], 5.0
+    assert torch.equal(backward(case, implementation), expected)
+    assert torch.equal(bits(forward(case, implementation)[0][0, :4]), bits(rows[first, :4]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_fault_8_padding_has_no_row_no_count_and_no_gradient(implementation: str) -> None:
     slots = torch.full((1000,), -1)
     slots[::8] = torch.arange(125) % 5
