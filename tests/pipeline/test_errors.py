@@ -173,9 +173,10 @@ def test_fault_14_a_bad_batch_is_raised_by_its_own_step_and_changes_nothing(refe
 @pytest.mark.parametrize("settings", [{"clustering": "none"}, {"num_micro_batches": 1}, {}])
 def test_positions_in_errors_are_those_of_the_whole_batch(settings):
     batches = iter([make_batch(1), with_values(make_batch(0), outside)])  # the first one's inputs are captured
-    with make_pipeline(fixed_model(), **settings) as pipeline, pytest.raises(IndexError) as caught:
+    with make_pipeline(fixed_model(), **settings) as pipeline:
         pipeline.progress(batches)
-        pipeline.progress(batches)
+        with pytest.raises(IndexError) as caught:
+            pipeline.progress(batches)
     assert "id 7 at position 4 (sample 4) is outside" in str(caught.value)
 
 
