@@ -124,6 +124,17 @@ def test_undo_and_repeat_give_the_same_handles():
         store.undo(again)
 
 
+def test_undo_of_a_call_with_repeated_keys_restores_what_was_before_it():
+    store = item_store()
+    keys = torch.tensor([4, 9])
+    store.retrieve(keys, table_zero(keys), torch.tensor([3, 2]), 6)
+    again = torch.tensor([9, 4, 9, 5, 9])
+    store.undo(store.retrieve(again, table_zero(again), None, 8))
+    after = store.metadata(keys)
+    assert (after.last_used.tolist(), after.frequency.tolist()) == ([6, 6], [3, 2])
+    assert len(store) == 2
+
+
 def test_fault_33_a_key_inserted_again_starts_from_its_initial_row():
     store = item_store(dim=5)
     keys = keys_of(11, 12, 13)
@@ -150,6 +161,20 @@ def test_fault_30_growth_in_calls_of_10_000():
     assert int((store.find_handles(keys + 1, table_zero(keys)) >= 0).sum()) == 0
     # 64-byte buckets of 5 slots, at least half full after growing by 1.5 from 0.8: 12 bytes of entry in at most 25.
     assert store.memory()["index"] <= 300_000 * 26
+
+
+def test_growth_is_spread_over_calls():
+    """An index that moved all its entries at once would grow by half in one call of 1,000 keys."""
+    store = item_store(dim=2)
+    keys = torch.randperm(200_000, generator=torch.Generator().manual_seed(0))
+    store.find_or_insert(keys[:50_000])
+    size, grown = store.memory()["index"], []
+    for part in keys[50_000:].split(1000):
+        store.find_or_insert(part)
+        size, before = store.memory()["index"], size
+        grown.append(size / before - 1)
+    assert max(grown) < 0.06
+    assert sum(growth > 0 for growth in grown) > len(grown) / 2
 
 
 def test_fault_24_memory_is_flat_over_1000_calls_on_the_same_keys():
