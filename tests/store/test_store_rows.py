@@ -174,7 +174,8 @@ def test_bad_tensors_of_the_protocol_are_refused():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"dim": 0}, ValueError, "store: dim must be an integer >= 1, got 0"),
+        ({"dim": 0}, ValueError, "store: dim must be an integer in .1, 268435456., got 0"),
+        ({"dim": 1 << 62}, ValueError, "store: dim must be an integer in .1, 268435456., got 4611686018427387904"),
         ({"num_embeddings": 0}, ValueError, "num_embeddings of table 'item' must be >= 1 or UNBOUNDED"),
         ({"num_embeddings": 1.5}, TypeError, "num_embeddings of table 'item' must be an integer, got 1.5"),
         ({"capacity": -1}, ValueError, "capacity of table 'item' must be >= 0 or None, got -1"),

@@ -177,7 +177,10 @@ class Collection(nn.Module):
     def zero_output(self, features: Any) -> Any:
         """What forward returns, all zeros that require a gradient."""
         call = self.plan_call(features)
-        return call.finish([torch.zeros(shape, requires_grad=True) for shape in call.output_shapes])
+        # Clones, because a model may change its lookups in place, which autograd refuses for leaves.
+        return call.finish(
+            [torch.zeros(shape, dtype=torch.float32, requires_grad=True).clone() for shape in call.output_shapes]
+        )
 
     def _read(self, features: Any) -> CallInput:
         return read_features(features, self._features, type(self).__name__, self._weighted())

@@ -41,7 +41,7 @@ def all_rows(store: RowStore, table: int, num_embeddings: int, process_group: An
     if communicator.size == 1:
         return read_embeddings(store, table, torch.arange(num_embeddings))
     group = communicator.group("control")
-    weight = torch.empty(num_embeddings, store.dim)
+    weight = torch.empty(num_embeddings, store.dim, dtype=torch.float32)
     for start, stop in pieces(num_embeddings):
         keys = torch.arange(start, stop)
         owner = _owners(store, table, keys, communicator.size)

@@ -37,7 +37,7 @@ def initial_weight(config: TableConfig, seed: int) -> Tensor:
         digest = hashlib.blake2b(f"{seed}:{config.name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            weight = torch.empty(shape)
+            weight = torch.empty(shape, dtype=torch.float32)
             returned = config.init_fn(weight)
         if returned is not None and returned is not weight:
             if tuple(returned.shape) != shape:

@@ -24,7 +24,7 @@ def pieces(num_rows: int) -> Iterator[tuple[int, int]]:
 
 def read_embeddings(store: RowStore, table: int, keys: Tensor) -> Tensor:
     """float32 [n, dim]: embeddings of `keys` int64 [n]; a key without a row gives its initial value."""
-    out = torch.empty(keys.numel(), store.dim)
+    out = torch.empty(keys.numel(), store.dim, dtype=torch.float32)
     for start, stop in pieces(keys.numel()):
         _, rows = _rows_of(store, table, keys[start:stop])
         out[start:stop] = rows[:, : store.dim]
@@ -69,6 +69,6 @@ def _rows_of(store: RowStore, table: int, keys: Tensor) -> tuple[Tensor, Tensor]
     keys = keys.contiguous()
     tables = torch.full((keys.numel(),), table, dtype=torch.int32)
     handles = store.find_handles(keys, tables)
-    rows = torch.empty(keys.numel(), store.row_floats)
+    rows = torch.empty(keys.numel(), store.row_floats, dtype=torch.float32)
     store.gather(handles, keys, tables, rows, None)
     return handles, rows

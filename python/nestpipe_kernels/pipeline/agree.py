@@ -62,14 +62,25 @@ def share_dense(rank: RankState, model: torch.nn.Module) -> None:
     world, group = rank.communicator.size, rank.communicator.group("dense")
     if world == 1:
         return
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        data = tensor.detach().contiguous().view(-1)
+    tensors = {id(tensor): (name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    tensors.update((id(parameter), (name, parameter)) for name, parameter in rank.dense_parameters)
+    for name, tensor in tensors.values():
+        target = _distinct(tensor.detach())
+        data = target.contiguous().view(-1)
         mine = [len(data)] * world if rank.communicator.rank == 0 else [0] * world
         theirs = [len(data)] + [0] * (world - 1)
         send = data.repeat(world) if rank.communicator.rank == 0 else data[:0]
         received = group.all_to_all(_bytes(send), _scaled(mine, data), _scaled(theirs, data), f"share/{name}").wait()
         if rank.communicator.rank:
-            tensor.detach().copy_(received.view(tensor.dtype).view(tensor.shape))
+            target.copy_(received.view(target.dtype).view(target.shape))
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """A view without the repetitions of an expanded tensor, whose elements could not be written one by one."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:

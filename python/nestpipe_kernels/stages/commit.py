@@ -31,7 +31,7 @@ def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     world = rank.communicator.size
     with batch.guard(rank.communicator.rank, "reduce_grads"):
         for binding, owner in zip(rank.bindings, batch.owner):
-            total = torch.zeros(len(owner.keys), binding.store.dim)
+            total = torch.zeros(len(owner.keys), binding.store.dim, dtype=torch.float32)
             assert owner.boxes is not None
             start = 0
             for peer, length in enumerate(owner.per_peer):

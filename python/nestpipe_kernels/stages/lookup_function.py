@@ -37,7 +37,7 @@ class _Lookup:
 
     def forward(self) -> tuple[Tensor, ...]:
         """The outputs, freshly allocated."""
-        outputs = tuple(torch.empty(shape) for shape in self.call.output_shapes)
+        outputs = tuple(torch.empty(shape, dtype=torch.float32) for shape in self.call.output_shapes)
         for store, keys in enumerate(self.call.stores):
             if keys.segment_modes:
                 pool_forward(
@@ -79,7 +79,7 @@ class _Lookup:
     def _weight_grad(self, per_store: Sequence[Sequence[Tensor | None]]) -> Tensor:
         weights = self.call.weights
         assert weights is not None
-        total = torch.zeros(weights.shape)
+        total = torch.zeros(weights.shape, dtype=torch.float32)
         for store, keys in enumerate(self.call.stores):
             positions = self.call.weight_positions[store]
             if positions is not None and positions.numel():
@@ -118,7 +118,7 @@ def run_lookup(
     """
     trainable = [_trainable_segments(call, store, tables) for store in range(len(call.stores))]
     lookup = _Lookup(call, rows_per_store, slots_per_store, on_gradient, trainable)
-    anchor = torch.empty(0, requires_grad=any(any(flags) for flags in trainable))
+    anchor = torch.empty(0, dtype=torch.float32, requires_grad=any(any(flags) for flags in trainable))
     apply: Callable[..., tuple[Tensor, ...]] = _LookupFunction.apply
     outputs = apply(lookup, anchor, call.weights)
     return call.finish(outputs)

@@ -95,7 +95,7 @@ def join_rows(parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], lead: 
         if lead is not None:
             pieces.append(lead[peer : peer + 1])
         pieces += [rows[peer].reshape(-1) for rows in split]
-    return torch.cat(pieces) if pieces else torch.empty(0)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
 
 
 def split_rows(

@@ -135,7 +135,9 @@ def concat_keys(calls: Sequence[StoreKeys]) -> StoreKeys:
         bag_offsets=torch.cat(offsets),
         segment_bags=tuple(bags),
         segment_modes=tuple(modes),
-        weights=torch.cat([c.weights if c.weights is not None else torch.ones(len(c.keys)) for c in calls])
+        weights=torch.cat(
+            [c.weights if c.weights is not None else torch.ones(len(c.keys), dtype=torch.float32) for c in calls]
+        )
         if weighted
         else None,
         valid=torch.cat([c.valid if c.valid is not None else torch.ones(len(c.keys), dtype=torch.bool) for c in calls])
@@ -169,8 +171,10 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
         )
         rows, grads = transfers(source.lists, len(lists))
         shape = (len(source.lists.keys), binding.store.dim)
-        received = torch.full(shape, float("nan")) if rank.poison else torch.empty(shape)
-        plans.append(StorePlan(source, rows, grads, received, torch.zeros(shape), list(lists)))
+        received = torch.empty(shape, dtype=torch.float32)
+        if rank.poison:
+            received.fill_(float("nan"))
+        plans.append(StorePlan(source, rows, grads, received, torch.zeros(shape, dtype=torch.float32), list(lists)))
     return plans
 
 
@@ -227,6 +231,6 @@ def merge_sources(rank: RankState, batch: BatchState) -> None:
                 per_peer=lists.per_peer,
                 rows=rows,
                 grads=grads,
-                boxes=torch.zeros(len(slot), binding.store.dim) if batch.training else None,
+                boxes=torch.zeros(len(slot), binding.store.dim, dtype=torch.float32) if batch.training else None,
             )
         )

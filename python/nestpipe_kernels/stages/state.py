@@ -28,14 +28,14 @@ class StoreBinding:
     module: EmbeddingModule
     index: int
     """Which of the module's stores this is."""
-    buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0), torch.empty(0, 0)])
+    buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0, dtype=torch.float32) for _ in range(2)])
 
     def buffer(self, parity: int, rows: int, poison: bool) -> Tensor:
         """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if
         poisoned)."""
         have = self.buffers[parity]
         if have.shape[0] < rows or have.shape[1] != self.store.row_floats:
-            have = self.buffers[parity] = torch.empty(rows + rows // 4 + 16, self.store.row_floats)
+            have = self.buffers[parity] = torch.empty(rows + rows // 4 + 16, self.store.row_floats, dtype=torch.float32)
         view = have[:rows]
         if poison:
             view.fill_(float("nan"))

@@ -46,7 +46,7 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
                 assert owner.buffer is not None
                 parts.append(gather_rows(owner.buffer, owner.slot[move.positions], dim))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
-        parts = [torch.zeros(len(move.positions), dim) for move, dim in zip(moves, dims)]
+        parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
     world = rank.communicator.size
     incoming = [plan.rows[micro].per_peer for plan in batch.plans]
     handle = rank.communicator.group("rows").all_to_all(
@@ -93,6 +93,11 @@ class MicroContext:
         name = self._names[id(module)]
         call_index = self._next[name]
         planned = self._micro.inputs.get(name, [])
+        if torch._C._current_graph_task_id() != -1:
+            raise CaptureError(
+                f"module {name!r} is called during backward (a lookup inside torch.utils.checkpoint?); its rows are at "
+                "hand anyway: call it outside and checkpoint what follows"
+            )
         if call_index >= len(planned):
             raise CaptureError(
                 f"module {name!r} is called {call_index + 1} times in this batch, but {len(planned)} calls were "
@@ -106,7 +111,8 @@ class MicroContext:
         slots = [per_call[call_index] for per_call in self._slots[name]]
 
         def keep(_: LookupCall, grads: list[list[Tensor | None]]) -> None:
-            self.gradients[name, call_index] = grads
+            before = self.gradients.get((name, call_index))  # a model may run a backward of its own before ours
+            self.gradients[name, call_index] = grads if before is None else _added(before, grads)
 
         tables = [list(store.tables) for store in module.row_stores()]
         return run_lookup(call, self._rows[name], slots, keep, tables)
@@ -131,6 +137,10 @@ class MicroContext:
                     f"module {name!r} was called {self._next[name]} times in this batch, but {len(calls)} calls were "
                     "planned from it; give the inputs of every call with PipelineConfig(sparse_inputs=...)"
                 )
+
+
+def _added(a: list[list[Tensor | None]], b: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+    return [[y if x is None else x if y is None else x + y for x, y in zip(xs, ys)] for xs, ys in zip(a, b)]
 
 
 def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) -> None:
@@ -224,7 +234,7 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     incoming = [owner.grads[micro].per_peer for owner in batch.owner]
     # Only the last message's divisor counts: before that the sum of weights is not known yet.
     divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
-    message = join_rows(parts, _per_peer(moves), lead=torch.full((world,), divisor))
+    message = join_rows(parts, _per_peer(moves), lead=torch.full((world,), divisor, dtype=torch.float32))
     handle = rank.communicator.group("grads").all_to_all(
         message,
         [n + 1 for n in concat_counts(_per_peer(moves), dims, world)],

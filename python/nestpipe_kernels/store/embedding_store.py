@@ -22,6 +22,8 @@ INT64 = torch.int64
 INT32 = torch.int32
 FLOAT32 = torch.float32
 SEED_MASK = (1 << 64) - 1
+MAX_DIM = 1 << 28
+"""A row's bytes, state included, stay far from overflow."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class EmbeddingStore:
 
     Args:
         tables: the tables, names distinct; or None, and one table is described by the remaining arguments.
-        dim: floats per embedding, >= 1.
+        dim: floats per embedding, 1 to 2^28.
         optimizer: settings of the row update; they decide how many floats of state a row has.
         name, num_embeddings, init, seed, capacity: of the only table. `init` None: uniform, +-1/sqrt(dim) for an open
             table, +-sqrt(1/num_embeddings) for a fixed one. `capacity`: rows of the table in this store at most.
@@ -76,8 +78,8 @@ class EmbeddingStore:
     ) -> None:
         if (tables is None) == (name is None):
             raise ValueError("store: give either tables, or name (num_embeddings, init, seed, capacity) of one table")
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-            raise ValueError(f"store: dim must be an integer >= 1, got {dim!r}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
+            raise ValueError(f"store: dim must be an integer in [1, {MAX_DIM}], got {dim!r}")
         if tables is None:
             assert name is not None
             tables = [TableSpec(name, num_embeddings, init, seed, capacity)]

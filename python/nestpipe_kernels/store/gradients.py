@@ -20,7 +20,7 @@ SHOWN_KEYS = 5
 def sum_gradients(inverse: Tensor, grads: Tensor, num_unique: int) -> Tensor:
     """float32 [num_unique, dim]: the gradients of each key's occurrences, summed in the order of exactness rule 3."""
     size = inverse.numel()
-    sums = torch.zeros(num_unique, grads.shape[1])
+    sums = torch.zeros(num_unique, grads.shape[1], dtype=torch.float32)
     # Without pooling, a bag per occurrence.
     pool_backward(
         [grads],
@@ -43,7 +43,7 @@ def apply_gradients(store: RowStore, spec: TableSpec, keys: Tensor, tables: Tens
     _check_finite(spec, unique_keys, sums)
     handles = store.find_handles(unique_keys, unique_tables)
     present = (handles >= 0).nonzero().squeeze(1)
-    rows = torch.empty(present.numel(), store.row_floats)
+    rows = torch.empty(present.numel(), store.row_floats, dtype=torch.float32)
     store.gather(handles[present], unique_keys[present], unique_tables[present], rows, None)
     row_update(rows, sums[present], store.optimizer, step, store.optimizer.lr * spec.lr_scale)
     store.write_back(handles[present], rows)

@@ -189,7 +189,7 @@ def read_store(store: Any, rows: dict[tuple[str, int], bytes], notes: dict[tuple
     used = store.dim + store.optimizer.state_floats(store.dim) + 1
     for number, spec in enumerate(store.tables):
         keys, handles = store.export_table(spec.name)
-        values = torch.empty(len(keys), store.row_floats)
+        values = torch.empty(len(keys), store.row_floats, dtype=torch.float32)
         store.gather(handles, keys, torch.full((len(keys),), number, dtype=torch.int32), values, None)
         facts = store.read_metadata(handles)
         for k, key in enumerate(keys.tolist()):

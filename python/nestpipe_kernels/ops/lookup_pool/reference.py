@@ -134,23 +134,23 @@ def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -
 
 def occurrence_gradients(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bags, dim: int) -> Tensor:
     """[n, D]: what each occurrence adds to its row's gradient (exactness rule 3); 0 where grads is None."""
-    parts = [torch.empty(0, dim)]
+    parts = [torch.empty(0, dim, dtype=torch.float32)]
     for segment, grad in enumerate(grads):
         begin, end, offsets = _segment(bags, segment)
         if grad is None:
-            parts.append(torch.zeros(end - begin, dim))
+            parts.append(torch.zeros(end - begin, dim, dtype=torch.float32))
             continue
         slots = bags.slots[begin:end].long()
         bag_of = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff())
         contribution = grad[bag_of]
         mode = bags.segment_modes[segment]
         if mode == MEAN:
-            counts = torch.zeros(offsets.numel() - 1).index_add(0, bag_of, (slots >= 0).float())
+            counts = torch.zeros(offsets.numel() - 1, dtype=torch.float32).index_add(0, bag_of, (slots >= 0).float())
             contribution = contribution / counts[bag_of][:, None]
         elif mode == MAX:
             if rows is None:
                 raise ValueError("lookup_pool: pooling max needs `rows` in backward, got none")
-            contribution = torch.where(_wins(rows, slots, offsets), contribution, torch.zeros(()))
+            contribution = torch.where(_wins(rows, slots, offsets), contribution, torch.zeros((), dtype=torch.float32))
         elif bags.weights is not None:
             contribution = bags.weights[begin:end, None] * contribution
         parts.append(contribution)
