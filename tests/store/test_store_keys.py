@@ -164,17 +164,17 @@ def test_fault_30_growth_in_calls_of_10_000():
 
 
 def test_growth_is_spread_over_calls():
-    """An index that moved all its entries at once would grow by half in one call of 1,000 keys."""
-    store = item_store(dim=2)
-    keys = torch.randperm(200_000, generator=torch.Generator().manual_seed(0))
-    store.find_or_insert(keys[:50_000])
+    """Shards grow in turn: the index is longer after every call, and never by much (by 9 % with equal lengths)."""
+    store = item_store(dim=1)
+    keys = torch.randperm(700_000, generator=torch.Generator().manual_seed(0))
+    store.find_or_insert(keys[:300_000])
     size, grown = store.memory()["index"], []
-    for part in keys[50_000:].split(1000):
+    for part in keys[300_000:].split(5000):
         store.find_or_insert(part)
         size, before = store.memory()["index"], size
         grown.append(size / before - 1)
-    assert max(grown) < 0.06
-    assert sum(growth > 0 for growth in grown) > len(grown) / 2
+    assert max(grown) < 0.04
+    assert min(grown) > 0
 
 
 def test_fault_24_memory_is_flat_over_1000_calls_on_the_same_keys():
