@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
         peers, missing = available_peers(shape, parsed.optimizer, LEARNING_RATE, touched, initial)
         implementations += peers
         for line in missing:
-            print(f"left out: {line}", file=sys.stderr)
+            print(f"left out: {line} (make peers installs it)", file=sys.stderr)
         _check_equal(implementations, batches, grad, touched)
     times = _measure(implementations, batches, grad, parsed.repeat)
     _print_lines(parsed, shape, threads, times, batches)

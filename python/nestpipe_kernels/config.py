@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PipelineConfig", "default_threads", "environment", "process_environment"]
+__all__ = ["PipelineConfig", "default_threads", "environment", "launched_ranks", "process_environment"]
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 
@@ -20,6 +20,12 @@ def environment(name: str, default: str) -> str:
 def process_environment() -> dict[str, str]:
     """A copy of all variables, for child processes and for what launchers set (RANK, MASTER_ADDR, ...)."""
     return dict(os.environ)
+
+
+def launched_ranks() -> int:
+    """How many processes a launcher such as torchrun says it started (WORLD_SIZE); 1 without one."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdigit() else 1
 
 
 def default_threads() -> int:

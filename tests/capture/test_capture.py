@@ -362,7 +362,7 @@ def test_batch_is_not_changed_and_gradients_are_enabled() -> None:
 # ---------------------------------------------------------------------------------------------------------- errors
 
 INPUT = r"capture: the input of module 'emb' \(call 0\) cannot be computed from the batch: "
-REMEDY = r".*; pass sparse_inputs= \(a function"
+REMEDY = r".*; pass PipelineConfig\(sparse_inputs=...\) \(a function"
 
 
 def _numpy(m: Any, b: Any) -> None:

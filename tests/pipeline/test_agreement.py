@@ -209,3 +209,30 @@ def test_remote_failures_name_the_batch_as_the_caller_counts():
             return str(caught.value)
 
     assert "rank 1 failed in forward_backward of batch 1: TypeError" in run_ranks_as_threads(2, body)[0]
+
+
+def test_processes_that_do_not_know_each_other_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"started 2 processes, but torch.distributed is not initialised"):
+        pipeline_of(Scenario(world_size=1))[0].close()
+
+
+def test_a_loss_that_is_not_reduced_over_samples():
+    scenario = Scenario(world_size=1, micro_batches=1, batches=2, uneven=False, samples=4)
+    pipeline, model, generator = pipeline_of(scenario)
+    model.head = lambda pooled, batch: (pooled.sum(1), None)
+    message = r"the model returned one loss for each of the 4 samples \(shape \[4\]\); return their mean"
+    with pipeline, pytest.raises(TypeError, match=message):
+        pipeline.progress(scenario.loader(0, generator))
+
+
+def test_several_losses_are_added():
+    scenario = Scenario(world_size=1, micro_batches=1, batches=2, uneven=False, samples=4, noise=False)
+    pipeline, model, generator = pipeline_of(scenario)
+    head = model.head
+    model.head = lambda pooled, batch: (head(pooled, batch)[0].expand(2), None)
+    plain, _, _ = pipeline_of(scenario)
+    with pipeline, plain:
+        double = pipeline._step(scenario.loader(0, generator)).loss
+        single = plain._step(scenario.loader(0, None)).loss
+    assert float(double) == 2 * float(single)

@@ -275,7 +275,7 @@ def test_keys_that_depend_on_a_parameter():
         step_once(Learned())
     assert str(caught.value) == (
         "capture: the input of module 'ebc' (call 0) cannot be computed from the batch: its values depend on parameter "
-        "'linear.bias'; pass sparse_inputs= (a function `batch -> {module: [input per call]}`)"
+        "'linear.bias'; pass PipelineConfig(sparse_inputs=...) (a function `batch -> {module: [input per call]}`)"
     )
 
 
@@ -284,7 +284,7 @@ def test_keys_that_depend_on_random_numbers():
         step_once(Sampling())
     assert re.fullmatch(
         r"capture: the input of module 'ebc' \(call 0\) cannot be computed from the batch: its values depend on random "
-        r"numbers \(aten\.randint.*\); pass sparse_inputs= .*",
+        r"numbers \(aten\.randint.*\); pass PipelineConfig\(sparse_inputs=...\) .*",
         str(caught.value),
     )
 
@@ -305,7 +305,7 @@ def test_lookups_that_branch_on_data_are_caught_when_they_do(model, text):
     assert number == 1
     assert isinstance(error, CaptureError)
     assert text in str(error)
-    assert "sparse_inputs=" in str(error)
+    assert "PipelineConfig(sparse_inputs=...)" in str(error)
     assert run.around_errors[0][0] == run.around_errors[0][1]
     assert len(run.losses) == 2
 
@@ -378,7 +378,7 @@ def test_a_model_without_tables_in_stores(model):
         NestedPipeline(model)
     assert str(caught.value) == (
         "NestedPipeline: the model has no embedding module with an optimizer; build EmbeddingBagCollection(tables, "
-        "optimizer=...) or convert the model first"
+        "optimizer=nestpipe_kernels.optim.RowWiseAdagrad(lr=...))"
     )
 
 

@@ -26,7 +26,7 @@ from nestpipe_kernels.errors import CaptureError
 
 __all__ = ["CapturedInputs", "FunctionInputs", "SparseInputs", "capture_inputs", "from_function", "same_features"]
 
-_REMEDY = "pass sparse_inputs= (a function `batch -> {module: [input per call]}`)"
+_REMEDY = "pass PipelineConfig(sparse_inputs=...) (a function `batch -> {module: [input per call]}`)"
 
 
 class SparseInputs(ABC):

@@ -106,7 +106,8 @@ class Program:
         except Exception as error:
             raise CaptureError(
                 f"capture: {operation.function}, on the way to an embedding input, failed for a batch of {size} "
-                f"samples ({type(error).__name__}: {error}); make all batches alike, or pass sparse_inputs="
+                f"samples ({type(error).__name__}: {error}); make all batches alike, or "
+                "pass PipelineConfig(sparse_inputs=...)"
             ) from error
         values.update(zip(operation.outputs, tensors_in(result)))
 
@@ -222,13 +223,15 @@ def find(batch: Any, path: Path, kind: str) -> Any:
             has = [child.name for child in parts] if parts else "no parts"
             raise CaptureError(
                 f"capture: {format_path(path[: place + 1])} is missing; expected the structure of the batch that was "
-                f"captured, got {type(value).__name__} with {has}; make all batches alike, or pass sparse_inputs="
+                f"captured, got {type(value).__name__} with {has}; make all batches alike, or "
+                "pass PipelineConfig(sparse_inputs=...)"
             )
         value = parts[step]
     if kind_of(value) != kind:
         raise CaptureError(
             f"capture: {format_path(path)} must be a {kind}, as in the batch that was captured, got {kind_of(value)}; "
-            f"make all batches alike, or pass sparse_inputs="
+            f"make all batches alike, or "
+            "pass PipelineConfig(sparse_inputs=...)"
         )
     return value
 
@@ -242,7 +245,7 @@ def read_leaf(batch: Any, leaf: Leaf, kind: str) -> Tensor:
     if tensor is None:
         raise CaptureError(
             f"capture: {format_path(leaf.path)} must have weights, as in the batch that was captured, got none; make "
-            f"all batches alike, or pass sparse_inputs="
+            f"all batches alike, or pass PipelineConfig(sparse_inputs=...)"
         )
     return tensor  # type: ignore[no-any-return]
 
@@ -253,7 +256,8 @@ def _from_bags(recipe: FromBags, batch: Any) -> Any:
     if missing:
         raise CaptureError(
             f"capture: {format_path(recipe.path)} has no key {missing[0]!r}, which the captured batch had; got keys "
-            f"{list(keyed.keys())}; make all batches alike, or pass sparse_inputs="
+            f"{list(keyed.keys())}; make all batches alike, or "
+            "pass PipelineConfig(sparse_inputs=...)"
         )
     taken = take_keys(keyed, recipe.keys)
     if recipe.component == "keyed":

@@ -16,7 +16,7 @@ OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 TIMELINE_SUFFIXES = (".html", ".json", ".png")
 
 _EPILOG = """examples:
-  nestpipe train --nproc 2 --compare --timeline out/step.html
+  nestpipe train --nproc 2 --compare --timeline step.html
   nestpipe train --data movielens:ml-100k.inter --nproc 2 --compare
   nestpipe train --data criteo:train.txt --schedule nested --micro-batches 8 --steps 500
 Under torchrun leave --nproc out: every process is then one rank."""

@@ -17,13 +17,17 @@ COLUMNS = (
     ("compute", "compute_ms"),
     ("exposed lookup", "exposed_lookup_ms"),
     ("exposed communication", "exposed_communication_ms"),
+    ("other", "other_ms"),
 )
 
 
 def means(per_rank: list[TrainingRun]) -> dict[str, float]:
     """Mean over ranks of each rank's median over steps, milliseconds."""
     names = [name for name in per_rank[0].summary if name.endswith("_ms") and name != "busy_ms"]
-    return {name: sum(run.summary[name] for run in per_rank) / len(per_rank) for name in names}
+    result = {name: sum(run.summary[name] for run in per_rank) / len(per_rank) for name in names}
+    known = result["compute_ms"] + result["exposed_lookup_ms"] + result["exposed_communication_ms"]
+    result["other_ms"] = max(result["step_ms"] - known, 0.0)
+    return result
 
 
 def table(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:
@@ -42,7 +46,10 @@ def table(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:
         lines.append(" | ".join(cells))
     lines.insert(1, "-+-".join("-" * width for width in widths))
     steps = min(runs[0][0].summary["steps"], runs[0][0].steps)
-    lines.append(f"median ms of the last {steps} steps, mean over ranks; exposed: the compute thread waited")
+    lines.append(
+        f"median ms of the last {steps} steps, mean over ranks; exposed: the compute thread waited; other: drawing "
+        "batches, joining outputs, waits for sums and updates"
+    )
     if options.emulate_accelerator is not None:
         lines.append(f"emulated accelerator: {options.emulate_accelerator:g} ms of every step's compute is a wait")
     return lines

@@ -75,7 +75,8 @@ class _Progress:
             return
         milliseconds = (now - self._last_time) * 1e3 / max(step - self._last_step, 1)
         print(
-            f"{self._schedule:<11} step {step:>5}/{self._total}   loss {float(loss):.4f}   {milliseconds:8.1f} ms/step",
+            f"{self._schedule:<11} step {step:>5}/{self._total}   loss {float(loss):.4f}   {milliseconds:8.1f} ms/step "
+            "since the last line",
             flush=True,
         )
         self._last_time, self._last_step = now, step

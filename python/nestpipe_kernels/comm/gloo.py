@@ -134,8 +134,8 @@ class GlooGroup:
         except ReferenceError:
             gone = ""
         return CommunicationError(
-            f"{self._purpose} exchange {tag!r}: rank {self.rank} of {self.size} got no answer after {waited_s:.1f} s "
-            f"(limit {self._timeout_s:g} s){gone}: {first_line(error)}"
+            f"{self._purpose} exchange {tag!r}: rank {self.rank} of {self.size} got no answer after {waited_s:.1f} s"
+            f"{gone}: {first_line(error)}"
         )
 
     def destroy(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture.split import batch_size_of
+
 __all__ = ["call_model"]
 
 
@@ -18,7 +20,8 @@ def call_model(model: Any, loss_fn: Callable[[Any, Any], Any] | None, batch: Any
     """(loss as a 0-dim tensor, output, weight or None). A DDP module runs without its own averaging.
 
     Raises:
-        TypeError: the model or loss function returns something else than `(loss, output)` or `(loss, output, weight)`.
+        TypeError: the model or loss function returns something else than `(loss, output)` or `(loss, output, weight)`,
+            or a loss that is not reduced over samples. Several losses (one dimension) are added.
         ValueError: the weight is negative or not finite.
     """
     quiet = model.no_sync() if isinstance(model, torch.nn.parallel.DistributedDataParallel) else nullcontext()
@@ -31,6 +34,12 @@ def call_model(model: Any, loss_fn: Callable[[Any, Any], Any] | None, batch: Any
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         raise TypeError(f"{source} must return a floating-point loss tensor first, got {_describe(loss)}")
     weight = _weight(returned[2], source) if len(returned) == 3 else None
+    size = batch_size_of(batch) if loss.dim() else 0
+    if loss.dim() and size > 1 and loss.shape[0] == size:
+        raise TypeError(
+            f"{source} returned one loss for each of the {size} samples (shape {list(loss.shape)}); return their mean, "
+            "or their sum with PipelineConfig(loss_weighting='sum')"
+        )
     return loss.sum() if loss.dim() else loss, output, weight
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
 from ..comm import Communicator
-from ..config import PipelineConfig, default_threads
+from ..config import PipelineConfig, default_threads, launched_ranks
 from ..errors import CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.registry import run_stage
 from ..stages.retrieval import gather_all, retrieve, undo_retrieval
@@ -68,7 +69,7 @@ class NestedPipeline:
         if not modules:
             raise ValueError(
                 "NestedPipeline: the model has no embedding module with an optimizer; build "
-                "EmbeddingBagCollection(tables, optimizer=...) or convert the model first"
+                "EmbeddingBagCollection(tables, optimizer=nestpipe_kernels.optim.RowWiseAdagrad(lr=...))"
             )
         for name, module in modules.items():
             if module.before_outside_access is not None:
@@ -76,6 +77,7 @@ class NestedPipeline:
                     f"NestedPipeline: module {name!r} belongs to another open pipeline; close that one first"
                 )
         communicator = _shared_communicator(modules)
+        _warn_if_alone(communicator)
         self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
         dense = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -363,7 +365,8 @@ class NestedPipeline:
                 raise self._as_error(verdict.failure, batch)
             raise NonFiniteGradientError(
                 f"batch {batch.clock}: {verdict.non_finite} are not finite; nothing was changed on any rank and the "
-                "batch counts as consumed. Look for the source in the model, or use nan_policy='skip_row'"
+                "batch counts as consumed. Look for the source in the model, or use "
+                "PipelineConfig(nan_policy='skip_row')"
             )
         self._trained = batch.clock + 1
         return make_step(batch)
@@ -472,6 +475,17 @@ def _valid_graph(schedule: str, row_transfer: str) -> Graph:
     graph = build_graph(schedule, row_transfer)
     validate(graph)
     return graph
+
+
+def _warn_if_alone(communicator: Communicator) -> None:
+    if launched_ranks() > 1 and communicator.size == 1 and not torch.distributed.is_initialized():
+        warnings.warn(
+            f"NestedPipeline: a launcher started {launched_ranks()} processes, but torch.distributed is not "
+            "initialised, so each trains a model of its own; call nestpipe_kernels.launch.init_rank() before building "
+            "the model",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _shared_communicator(modules: dict[str, Any]) -> Communicator:
