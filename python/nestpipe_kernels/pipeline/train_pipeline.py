@@ -25,6 +25,7 @@ from ..stages.state import BatchState, Failure, RankState, Source, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
+from .dense import check_optimizer, dense_parameters
 from .graph import Graph, Unrolled
 from .model_call import call_model
 from .scheduler import LaneScheduler
@@ -40,7 +41,8 @@ class NestedPipeline:
 
     Args:
         model: contains embedding modules of this package that were given an optimizer; its other parameters are dense.
-        dense_optimizer: torch optimizer of the dense parameters, or None.
+        dense_optimizer: torch optimizer of the dense parameters, or None. What it holds beyond the model's parameters
+            (a loss function's own, say) is averaged over ranks too; parameters it gets later are not, and are refused.
         loss_fn: `(model, batch) -> (loss, output)` or `(loss, output, weight)`; None: the model returns
             `(losses, output)`.
         config: see PipelineConfig.
@@ -52,7 +54,8 @@ class NestedPipeline:
 
     Raises:
         ValueError: no embedding module with an optimizer, modules of different process groups or of another open
-            pipeline, or ranks that disagree.
+            pipeline, complex parameters, or ranks that disagree.
+        TypeError: an optimizer that has no step(), or one that needs a closure.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class NestedPipeline:
         _warn_if_alone(communicator)
         self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
-        dense = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        check_optimizer(dense_optimizer)
+        dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
         self.rank = RankState(

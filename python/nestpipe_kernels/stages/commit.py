@@ -59,6 +59,7 @@ def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
     flat = torch.zeros(length * world, dtype=dtype)
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "dense_scatter"):
+            _check_known(rank)
             _fill_dense(rank, flat)
             if batch.loss_divisor != 1.0:
                 flat[: count - len(rank.dense_parameters)] /= batch.loss_divisor
@@ -66,6 +67,19 @@ def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
         flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
     )
     batch.post("dense.slices", 0, handle)
+
+
+def _check_known(rank: RankState) -> None:
+    """The optimizer must not move what is not averaged: ranks would drift apart without a word."""
+    known = {id(parameter) for _, parameter in rank.dense_parameters}
+    for g, group in enumerate(getattr(rank.dense_optimizer, "param_groups", ())):
+        for k, parameter in enumerate(group["params"]):
+            if id(parameter) not in known and parameter.grad is not None:
+                raise ValueError(
+                    f"dense_optimizer.param_groups[{g}]['params'][{k}] (shape {list(parameter.shape)}) came into the "
+                    "optimizer after the pipeline was made, which would not average its gradient over ranks: close "
+                    "this pipeline and make a new one (rows stay in their stores)"
+                )
 
 
 def _fill_dense(rank: RankState, flat: Tensor) -> None:

@@ -1,0 +1,63 @@
+"""The dense side of a pipeline: which parameters it averages over ranks, and what its optimizer must be like."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+__all__ = ["check_optimizer", "dense_parameters"]
+
+
+def dense_parameters(model: nn.Module, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients the pipeline averages, by name.
+
+    Those of the model that require a gradient, and all that the optimizer holds: frozen ones may be unfrozen later,
+    and a loss function may have its own.
+
+    Raises:
+        ValueError: a parameter is complex; names it.
+    """
+    held = {
+        id(parameter): (f"dense_optimizer.param_groups[{g}][{k}]", parameter)
+        for g, group in enumerate(getattr(optimizer, "param_groups", ()))
+        for k, parameter in enumerate(group["params"])
+    }
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad or id(p) in held]
+    own = {id(p) for p in model.parameters()}
+    found += [named for key, named in held.items() if key not in own]
+    for name, parameter in found:
+        if parameter.is_complex():
+            raise ValueError(
+                f"NestedPipeline: parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; dense gradients "
+                "travel as real numbers: hold its torch.view_as_real as the parameter, use torch.view_as_complex of it"
+            )
+    return found
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot take a step by itself.
+
+    Raises:
+        TypeError: no `step` method, or one that needs arguments, as LBFGS needs a closure.
+    """
+    if optimizer is None:
+        return
+    step = getattr(optimizer, "step", None)
+    if not callable(step):
+        raise TypeError(
+            f"NestedPipeline: dense_optimizer must have a step() method, got {type(optimizer).__name__}; for several "
+            "optimizers pass an object whose step() calls theirs"
+        )
+    try:
+        wanted = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C: the first step will tell
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [p.name for p in wanted if p.default is inspect.Parameter.empty and p.kind not in kinds]
+    if missing:
+        raise TypeError(
+            f"NestedPipeline: {type(optimizer).__name__}.step() needs {', '.join(missing)}; a pipeline computes every "
+            "batch once, so use an optimizer whose step() takes no arguments, such as torch.optim.Adam"
+        )
