@@ -87,10 +87,10 @@ class PipelineConfig:
             )
         if self.num_micro_batches > 4095:
             raise ValueError(f"num_micro_batches must be <= 4095, got {self.num_micro_batches}")
-        if not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s!r}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be >= 1 or None, got {self.threads!r}")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

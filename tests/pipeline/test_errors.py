@@ -46,7 +46,9 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
         ({"timeline_steps": 0}, "timeline_steps must be an integer >= 1, got 0"),
         ({"timeout_s": 0.0}, "timeout_s must be > 0 seconds, got 0.0"),
         ({"timeout_s": float("nan")}, "timeout_s must be > 0 seconds, got nan"),
-        ({"threads": 0}, "threads must be >= 1 or None, got 0"),
+        ({"timeout_s": "5"}, "timeout_s must be > 0 seconds, got '5'"),
+        ({"threads": 0}, "threads must be an integer >= 1 or None, got 0"),
+        ({"threads": 1.5}, "threads must be an integer >= 1 or None, got 1.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -370,6 +372,24 @@ def test_a_parameter_with_a_sparse_gradient_is_named():
         "parameter 'plain.weight' has a sparse gradient; a pipeline averages dense gradients only: convert its module "
         "with nestpipe_kernels.EmbeddingBagCollection(optimizer=...) or set sparse=False"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"config": {"schedule": "nested"}}, "config must be a PipelineConfig, got dict"),
+        ({"config": {}}, "config must be a PipelineConfig, got dict"),
+        (
+            {"dense_optimizer": optim.SGD(lr=0.1)},
+            "dense_optimizer must be a torch optimizer or None, got SGD; optimizers of rows belong to the embedding "
+            "modules",
+        ),
+    ],
+)
+def test_arguments_of_another_kind(arguments, text):
+    with pytest.raises(TypeError) as caught:
+        NestedPipeline(Recommender(), **arguments)
+    assert str(caught.value) == f"NestedPipeline: {text}"
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 1), EmbeddingBagCollection(fixed_tables())], ids=["none", "parameters"])

@@ -53,6 +53,7 @@ class NestedPipeline:
     At construction rank 0's dense parameters and buffers go to all ranks, as DistributedDataParallel's do.
 
     Raises:
+        TypeError: `config` or `dense_optimizer` is something else.
         ValueError: no embedding module with an optimizer, modules of different process groups or of another open
             pipeline, complex parameters, or ranks that disagree.
         TypeError: an optimizer that has no step(), or one that needs a closure.
@@ -65,7 +66,8 @@ class NestedPipeline:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         config: PipelineConfig | None = None,
     ) -> None:
-        self.config = config = config or PipelineConfig()
+        self.config = config = PipelineConfig() if config is None else config
+        _check_arguments(dense_optimizer, config)
         self.model = model
         found = cast("dict[str, EmbeddingModule]", embedding_modules(model))
         modules = {name: module for name, module in found.items() if module.row_stores()}
@@ -455,6 +457,16 @@ class NestedPipeline:
             batch,
             lambda model, b: call_model(model, self._loss_fn, b),
             self.config.split_batch,
+        )
+
+
+def _check_arguments(dense_optimizer: Any, config: Any) -> None:
+    if not isinstance(config, PipelineConfig):
+        raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
+    if dense_optimizer is not None and not callable(getattr(dense_optimizer, "step", None)):
+        raise TypeError(
+            f"NestedPipeline: dense_optimizer must be a torch optimizer or None, got {type(dense_optimizer).__name__}; "
+            "optimizers of rows belong to the embedding modules"
         )
 
 
