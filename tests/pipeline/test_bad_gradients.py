@@ -39,7 +39,7 @@ def test_fault_26_raise_changes_nothing_on_any_rank(reference, schedule, kind, t
         assert text.startswith(f"batch {BAD_STEP}: ")
         assert text.endswith(
             "are not finite; nothing was changed on any rank and the batch counts as consumed. "
-            "Look for the source in the model, or use nan_policy='skip_row'"
+            "Look for the source in the model, or use PipelineConfig(nan_policy='skip_row')"
         )
         assert ("row gradients (table '" in text) == (kind == "sparse")
         assert ("dense gradients" in text) == (kind == "dense")
