@@ -1,5 +1,10 @@
 """What ranks must have in common, and what they say to each other when they do not; nothing is dropped in silence."""
 
+import copy
+import gc
+import pickle
+import threading
+
 import pytest
 import torch
 
@@ -236,3 +241,43 @@ def test_several_losses_are_added():
         double = pipeline._step(scenario.loader(0, generator)).loss
         single = plain._step(scenario.loader(0, None)).loss
     assert float(double) == 2 * float(single)
+
+
+def test_a_pipeline_that_is_dropped_leaves_no_threads():
+    def lanes():
+        return {t for t in threading.enumerate() if t.name.startswith("nestpipe-")}
+
+    before = lanes()
+
+    def use_and_drop():
+        scenario = Scenario(world_size=1, batches=5, uneven=False)
+        pipeline, _, generator = pipeline_of(scenario)
+        iterator = scenario.loader(0, generator)
+        for _ in range(3):
+            pipeline.progress(iterator)
+        pipeline.drain()
+        assert lanes() > before
+
+    use_and_drop()
+    gc.collect()
+    for thread in lanes() - before:
+        thread.join(timeout=10)
+    assert lanes() == before
+
+
+def test_training_in_inference_mode():
+    scenario = Scenario(world_size=1, batches=3, uneven=False)
+    pipeline, _, generator = pipeline_of(scenario)
+    with pipeline:
+        iterator = scenario.loader(0, generator)
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="cannot be trained under"):
+            pipeline.progress(iterator)
+        pipeline.progress(iterator)
+        assert pipeline.step_count == 1
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
+def test_collections_with_stores_are_not_copied(take):
+    model = Scenario(world_size=1).model(None, None)
+    with pytest.raises(TypeError, match="rows in native stores cannot be deep-copied or pickled"):
+        take(model)

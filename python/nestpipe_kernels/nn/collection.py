@@ -219,6 +219,19 @@ class Collection(nn.Module):
             )
         return self._sparse
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copying and pickling, which rows in native stores do not support.
+
+        Raises:
+            TypeError: some table has an optimizer; says what to do instead.
+        """
+        if self._sparse is not None:
+            raise TypeError(
+                f"{type(self).__name__}: rows in native stores cannot be deep-copied or pickled; build another one "
+                "from the same tables and load_state_dict() into it, or take rows out with store(NAME)"
+            )
+        return self.__dict__.copy()
+
     # ----------------------------------------------------------------------------------------------- state dict
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

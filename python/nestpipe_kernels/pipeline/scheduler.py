@@ -14,10 +14,12 @@ nodes of t + 1, so that no lane sees sync(t + 1) before update(t).
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 
-from ..device import Event, create_lane
+from ..device import Event, ThreadLane, create_lane
 from ..errors import GraphError
 from ..stages.registry import run_stage
 from ..stages.state import BatchState, RankState
@@ -45,6 +47,12 @@ def check_lanes(graph: Graph, micro_batches: int) -> None:
         unrolled.topological()
     except GraphError as error:
         raise GraphError(f"graph {graph.name!r}: lanes would deadlock: {error}") from None
+
+
+def _abandon_lanes(lanes: list[ThreadLane]) -> None:
+    for lane in lanes:
+        with suppress(TimeoutError):
+            lane.close(cancel=True, timeout_s=0.0)
 
 
 class LaneScheduler:
@@ -87,6 +95,8 @@ class LaneScheduler:
         self._blame = {(n.stage, n.micro): self._ancestors(n, before, rank_of, steady) for n in self._order}
         names = sorted({s.lane for s in graph.stages} - {"caller"})
         self.lanes = {name: create_lane(device, name, timeline) for name in names}
+        # A scheduler that is dropped without close() must not leave its threads behind.
+        weakref.finalize(self, _abandon_lanes, list(self.lanes.values())).atexit = False
         self._events: dict[Node, Event] = {}
         self._floor = 0
 

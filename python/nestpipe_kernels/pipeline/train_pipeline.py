@@ -252,6 +252,13 @@ class NestedPipeline:
         try:
             if not self.model.training:
                 return self._evaluate(iterator)
+            if torch.is_inference_mode_enabled():
+                raise _BatchFailed(
+                    RuntimeError(
+                        "a model in training mode cannot be trained under torch.inference_mode(); leave it, or call "
+                        "model.eval() to evaluate"
+                    )
+                )
             return self._train(iterator)
         except (StopIteration, NonFiniteGradientError, RemoteRankError, _BatchFailed) as error:
             if isinstance(error, _BatchFailed):
