@@ -108,6 +108,19 @@ def test_too_little_memory_is_reported_and_changes_nothing():
     assert store.find(torch.arange(4))[1].tolist() == [ABSENT, FOUND, FOUND, ABSENT]
 
 
+@pytest.mark.parametrize("remove", [lambda store: store.erase(keys_of(0, 1)), lambda store: store.clear()])
+def test_undo_after_keys_were_erased_is_refused(remove):
+    store = item_store()
+    keys = torch.arange(10)
+    retrieval = store.retrieve(keys, table_zero(keys), None, 0)
+    remove(store)
+    store.find_or_insert(torch.arange(100, 110))
+    size = len(store)
+    with pytest.raises(ValueError, match="undo: keys were erased since this retrieval"):
+        store.undo(retrieval)
+    assert len(store) == size
+
+
 def test_undo_and_repeat_give_the_same_handles():
     store = item_store()
     store.find_or_insert(torch.arange(100))

@@ -42,6 +42,8 @@ class _Journal:
 
     last_used: Tensor
     frequency: Tensor
+    removals: int
+    """Erasing calls of the store before the retrieval; undo is refused after another."""
     undone: bool = False
 
 
@@ -99,6 +101,7 @@ class EmbeddingStore:
             tables=[_native_table(spec) for spec in self.tables],
         )
         self.row_floats: int = self._native.row_floats
+        self._removals = 0
         hashes = [core().hash_name(spec.name) for spec in self.tables]
         self.table_hashes = torch.tensor([h - (1 << 64) if h >> 63 else h for h in hashes], dtype=INT64)
 
@@ -120,7 +123,7 @@ class EmbeddingStore:
         if counts is not None:
             check_tensor("retrieve", "counts", counts, INT64, (size,))
         handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
-        journal = _Journal(torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64))
+        journal = _Journal(torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64), self._removals)
         self._native.retrieve(
             keys.data_ptr(),
             tables.data_ptr(),
@@ -137,11 +140,13 @@ class EmbeddingStore:
         """Take back a retrieval of this store, newest first: its inserted keys go, metadata of the others returns.
 
         Raises:
-            ValueError: it has been undone before.
+            ValueError: it has been undone before, or keys were erased since.
         """
         journal: _Journal = retrieval.journal
         if journal.undone:
             raise ValueError("undo: this retrieval has been undone already")
+        if journal.removals != self._removals:
+            raise ValueError("undo: keys were erased since this retrieval, so its rows may belong to other keys now")
         size = retrieval.handles.numel()
         check_tensor("undo", "handles", retrieval.handles, INT64, (size,))
         check_tensor("undo", "status", retrieval.status, torch.uint8, (size,))
@@ -225,12 +230,14 @@ class EmbeddingStore:
     def erase_keys(self, keys: Tensor, tables: Tensor) -> Tensor:
         """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Handles of erased rows become invalid."""
         self._check_keys("erase_keys", keys, tables)
+        self._removals += 1
         status = torch.empty(keys.numel(), dtype=torch.uint8)
         self._native.erase(keys.data_ptr(), tables.data_ptr(), keys.numel(), status.data_ptr())
         return status
 
     def clear(self) -> None:
         """Remove all keys of all tables. Memory of rows is kept for later ones; the index's is returned."""
+        self._removals += 1
         self._native.clear()
 
     def export_table(self, table: str | int | None = None) -> tuple[Tensor, Tensor]:
