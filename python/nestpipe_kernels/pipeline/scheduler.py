@@ -96,7 +96,8 @@ class LaneScheduler:
         names = sorted({s.lane for s in graph.stages} - {"caller"})
         self.lanes = {name: create_lane(device, name, timeline) for name in names}
         # A scheduler that is dropped without close() must not leave its threads behind.
-        weakref.finalize(self, _abandon_lanes, list(self.lanes.values())).atexit = False
+        dropped = weakref.finalize(self, _abandon_lanes, list(self.lanes.values()))
+        dropped.atexit = False  # type: ignore[misc]
         self._events: dict[Node, Event] = {}
         self._floor = 0
 
