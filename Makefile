@@ -52,7 +52,7 @@ train: build
 	$(BIN)/nestpipe train --nproc $(NPROC) --compare --timeline $(OUT)/step.html $(TRAIN_ARGS)
 
 test: build
-	$(BIN)/pytest -m 'not soak' $(TEST_ARGS)
+	$(BIN)/pytest -m 'not soak' -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
 soak: build
 	$(BIN)/pytest -m soak --timeout 3600 $(TEST_ARGS)

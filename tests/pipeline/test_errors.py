@@ -381,8 +381,8 @@ def test_a_parameter_with_a_sparse_gradient_is_named():
         ({"config": {}}, "config must be a PipelineConfig, got dict"),
         (
             {"dense_optimizer": optim.SGD(lr=0.1)},
-            "dense_optimizer must be a torch optimizer or None, got SGD; optimizers of rows belong to the embedding "
-            "modules",
+            "dense_optimizer must have a step() method, got SGD; row optimizers belong to the embedding modules; for "
+            "several dense ones pass an object whose step() calls theirs",
         ),
     ],
 )

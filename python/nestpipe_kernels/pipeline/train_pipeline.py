@@ -67,7 +67,9 @@ class NestedPipeline:
         config: PipelineConfig | None = None,
     ) -> None:
         self.config = config = PipelineConfig() if config is None else config
-        _check_arguments(dense_optimizer, config)
+        if not isinstance(config, PipelineConfig):
+            raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
+        check_optimizer(dense_optimizer)
         self.model = model
         found = cast("dict[str, EmbeddingModule]", embedding_modules(model))
         modules = {name: module for name, module in found.items() if module.row_stores()}
@@ -85,7 +87,6 @@ class NestedPipeline:
         _warn_if_alone(communicator)
         self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
-        check_optimizer(dense_optimizer)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
@@ -464,16 +465,6 @@ class NestedPipeline:
             batch,
             lambda model, b: call_model(model, self._loss_fn, b),
             self.config.split_batch,
-        )
-
-
-def _check_arguments(dense_optimizer: Any, config: Any) -> None:
-    if not isinstance(config, PipelineConfig):
-        raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
-    if dense_optimizer is not None and not callable(getattr(dense_optimizer, "step", None)):
-        raise TypeError(
-            f"NestedPipeline: dense_optimizer must be a torch optimizer or None, got {type(dense_optimizer).__name__}; "
-            "optimizers of rows belong to the embedding modules"
         )
 
 
