@@ -32,6 +32,10 @@ class Communicator(Protocol):
         """The group for one of PURPOSES; the same object every time. Raises ValueError for another name."""
         ...
 
+    def with_timeout(self, timeout_s: float) -> Communicator:
+        """The same ranks with another limit of waits, where the transport has one. Collective the first time."""
+        ...
+
     def close(self) -> None:
         """Leave; peers that wait for this rank get CommunicationError. Idempotent."""
         ...
@@ -94,6 +98,10 @@ class LocalCommunicator:
         """The group for one of PURPOSES."""
         check_purpose(purpose)
         return self._groups[purpose]
+
+    def with_timeout(self, timeout_s: float) -> LocalCommunicator:
+        """Itself: nothing here waits."""
+        return self
 
     def close(self) -> None:
         """Refuse further exchanges. Idempotent."""

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch import Tensor
 from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose
 from nestpipe_kernels.comm.peers import PeerProcesses
 from nestpipe_kernels.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from nestpipe_kernels.comm.communicator import Communicator
 
 __all__ = ["GlooCommunicator", "GlooGroup", "GlooHandle"]
 
@@ -47,6 +50,7 @@ class GlooCommunicator:
                 "nestpipe_kernels.launch.init_rank) first"
             )
         parent = dist.group.WORLD if process_group is None else process_group
+        self._parent = weakref.ref(parent)  # the cache of communicators must not keep a process group alive
         self.rank = dist.get_rank(parent)
         self.size = dist.get_world_size(parent)
         self.timeout_s = timeout_s
@@ -72,6 +76,16 @@ class GlooCommunicator:
         """The group for one of PURPOSES."""
         check_purpose(purpose)
         return self._groups[purpose]
+
+    def with_timeout(self, timeout_s: float) -> Communicator:
+        """Groups over the same ranks with another limit: gloo gives up an exchange, and lets the process end, at the
+        limit of its group. Collective the first time a limit is asked for."""
+        from nestpipe_kernels.comm.communicator import communicator_for
+
+        parent = self._parent()
+        if parent is None:
+            raise CommunicationError("comm: the process group of this communicator is gone")
+        return self if timeout_s == self.timeout_s else communicator_for(parent, timeout_s)
 
     def close(self) -> None:
         """Destroy this rank's groups: peers that wait for it get CommunicationError. Idempotent; not collective."""

@@ -151,6 +151,10 @@ class InMemoryCommunicator:
         check_purpose(purpose)
         return self._groups[purpose]
 
+    def with_timeout(self, timeout_s: float) -> InMemoryCommunicator:
+        """Itself: the limit is the world's."""
+        return self
+
     def close(self) -> None:
         """Leave: peers that wait for what this rank has not posted get CommunicationError. Idempotent."""
         self._world.fail(self.rank, "it closed its communicator")

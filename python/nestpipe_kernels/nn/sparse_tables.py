@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from nestpipe_kernels.types import TableSpec
 __all__ = ["SparseTables", "TableStore", "initial_weight"]
 
 
+_generator_lock = threading.Lock()  # the default generator is the process's: ranks that are threads take turns
+
+
 def initial_weight(config: TableConfig, seed: int) -> Tensor:
     """float32 [num_embeddings, dim]: what a table with a fixed vocabulary starts from, alike on all ranks.
 
@@ -35,7 +39,7 @@ def initial_weight(config: TableConfig, seed: int) -> Tensor:
         weight = read_embeddings(store, 0, torch.arange(config.num_embeddings))
     else:
         digest = hashlib.blake2b(f"{seed}:{config.name}".encode(), digest_size=8).digest()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _generator_lock, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             weight = torch.empty(shape, dtype=torch.float32)
             returned = config.init_fn(weight)

@@ -48,7 +48,8 @@ def check_optimizer(optimizer: Any) -> None:
     if not callable(step):
         raise TypeError(
             f"NestedPipeline: dense_optimizer must have a step() method, got {type(optimizer).__name__}; "
-            "row optimizers belong to the embedding modules; for several dense ones pass an object whose step() calls theirs"
+            "row optimizers belong to the embedding modules; for several dense ones pass an object whose step() calls "
+            "theirs"
         )
     try:
         wanted = inspect.signature(step).parameters.values()

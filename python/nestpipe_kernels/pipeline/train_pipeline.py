@@ -83,7 +83,7 @@ class NestedPipeline:
                 raise ValueError(
                     f"NestedPipeline: module {name!r} belongs to another open pipeline; close that one first"
                 )
-        communicator = _shared_communicator(modules)
+        communicator = _shared_communicator(modules).with_timeout(config.timeout_s)
         _warn_if_alone(communicator)
         self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
@@ -106,7 +106,6 @@ class NestedPipeline:
             dense_parameters=dense,
             capture=self._capture,
             split_batch=config.split_batch,
-            timeout_s=config.timeout_s,
         )
         agree(self.rank, config)
         share_dense(self.rank, model)

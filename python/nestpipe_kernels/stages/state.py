@@ -98,8 +98,6 @@ class RankState:
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
     source: Source | None = None
     """Where `prefetch` draws from."""
-    timeout_s: float | None = None
-    """Limit of every wait for another rank; None: the communicator's."""
     on_write_back: list[Callable[[int, str, Tensor], None]] = field(default_factory=list)
 
 
