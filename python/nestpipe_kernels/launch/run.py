@@ -80,14 +80,22 @@ def _host_store(timeout_s: float) -> tuple[Any, int]:
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     port: int = listener.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.fileno(),
-    )
+
+    def listen_on(**backend: bool) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.fileno(),
+            **backend,
+        )
+
+    try:
+        store = listen_on()
+    except NotImplementedError:  # torch 2.6: only its other backend takes a socket that listens already
+        store = listen_on(use_libuv=False)
     listener.detach()  # the store owns the descriptor now
     return store, port
 
