@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from . import jagged as jagged
     from . import nn as nn
     from . import optim as optim
+    from . import policy as policy
     from .config import PipelineConfig
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -39,6 +40,7 @@ __all__ = [
     "jagged",
     "nn",
     "optim",
+    "policy",
 ]
 
 __version__ = "0.1.0"
@@ -59,7 +61,7 @@ _HOMES = {
     "PipelineConfig": "config",
     "PoolingType": "types",
 }
-_SUBMODULES = ("errors", "init", "jagged", "nn", "optim")
+_SUBMODULES = ("errors", "init", "jagged", "nn", "optim", "policy")
 
 
 def __getattr__(name: str) -> Any:

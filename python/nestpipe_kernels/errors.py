@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "CommunicationError",
     "GraphError",
     "NestPipeError",
@@ -19,6 +20,10 @@ class NestPipeError(Exception):
 
 class CaptureError(NestPipeError, ValueError):
     """An embedding input of the model cannot be derived from the batch; names module and remedy."""
+
+
+class CheckpointError(NestPipeError, ValueError):
+    """A checkpoint that is damaged, incomplete, of a newer format, or of another model; names file, expected and got."""
 
 
 class CommunicationError(NestPipeError, RuntimeError):

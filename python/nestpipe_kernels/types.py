@@ -51,7 +51,7 @@ class PoolingType(enum.Enum):
 
 
 class DataType(enum.Enum):
-    """Storage type of a table's rows."""
+    """Storage type of a table's embeddings; optimizer state is float32 whatever it is."""
 
     FP32 = "FP32"
 
@@ -63,6 +63,9 @@ class KeyStatus(enum.IntEnum):
     INSERTED = 1
     ABSENT = 2
     REFUSED = 3
+    """No room: the table is at its capacity and nothing may be evicted."""
+    NOT_ADMITTED = 4
+    """The table's admission rule does not give the key a row (yet)."""
 
 
 # --------------------------------------------------------------------------------------------- keys of a call
@@ -165,8 +168,15 @@ class TableSpec:
     """An nk.init object: Zeros, Constant, Uniform, Normal."""
     seed: int
     capacity: int | None = None
+    """Rows of the table in this store at most."""
     lr_scale: float = 1.0
     trainable: bool = True
+    admission: Any = None
+    """An admission rule of nk.policy: which new keys get a row; None: all."""
+    eviction: Any = None
+    """An eviction rule of nk.policy: which rows go when the table is full; None: none, new keys are refused."""
+    default: Any = None
+    """An nk.init object: what a key without a row reads; None: what its row would start from."""
 
 
 @dataclass
