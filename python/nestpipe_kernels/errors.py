@@ -23,7 +23,7 @@ class CaptureError(NestPipeError, ValueError):
 
 
 class CheckpointError(NestPipeError, ValueError):
-    """A checkpoint that is damaged, incomplete, of a newer format, or of another model; names file, expected and got."""
+    """A checkpoint that is damaged, incomplete, of a newer format or another model; names file, expected and got."""
 
 
 class CommunicationError(NestPipeError, RuntimeError):

@@ -1,11 +1,11 @@
 """Eviction rules: settings only; the store applies them on entry to the retrieval of a batch.
 
-Rule, alike in every schedule. Batch t finds that a table would exceed its capacity: then the rows with the lowest scores
-go, until the table with its new rows is at most `capacity * (1 - slack)`. Pinned rows never go: rows of batch t itself,
-and rows last used by batch t-1. Equal scores go by the hash of the key, lowest first. If pinned rows leave too little
-room, the last of the new keys are refused. Scores come from metadata that retrieval alone writes (last_used,
-frequency), never from row values. Which rows go is a function of the table's keys and their metadata: nothing else is
-remembered, so a run that continues from a checkpoint evicts the same rows.
+Rule, alike in every schedule. Batch t finds that a table would exceed its capacity: then the rows with the lowest
+scores go, until the table with its new rows is at most `capacity * (1 - slack)`, as far as pins allow. Pinned rows
+never go: rows of batch t itself, and rows last used by batch t-1. Equal scores go by the hash of the key, lowest first.
+If pinned rows leave too little room, the last of the new keys are refused. Scores come from metadata that retrieval
+alone writes (last_used, frequency), never from row values. Which rows go is a function of the table's keys and their
+metadata: nothing else is remembered, so a run that continues from a checkpoint evicts the same rows.
 """
 
 from __future__ import annotations
