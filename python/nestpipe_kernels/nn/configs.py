@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from nestpipe_kernels.nn.policies import check_policies
+from nestpipe_kernels.policy import LFU, LRU, TTL, MinFrequency, Probability, Score
 from nestpipe_kernels.types import UNBOUNDED, DataType, PoolingType, SparseOptimizer
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "TableConfig", "check_tables", "embedding_names"]
@@ -33,9 +35,18 @@ class TableConfig:
             a generator seeded from (seed, table name), so that all ranks agree.
         optimizer: update rule of the rows; default the collection's.
         init: an `nk.init` object, in place of the weight_init bounds and init_fn.
-        capacity: most rows the table may have over all ranks; default no limit.
+        capacity: most rows the table may have over all ranks; default no limit. Each rank has a fixed share of it.
+        capacity_bytes: the same in bytes of rows (embedding, optimizer state and padding: `row_floats` * 4 of the
+            table's store); index and metadata, some 40 bytes a row, come on top. Not together with `capacity`.
+        admission: an `nk.policy` rule: which new keys get a row. Default: all.
+        eviction: an `nk.policy` rule: which rows go to make room. Needs a capacity (TTL does not). Default: none go,
+            and a batch with more new keys than there is room for is an error; with an admission or eviction rule
+            such a key is refused alone.
+        default_row: an `nk.init` object: what a key without a row reads (not admitted, refused, or seen in evaluation
+            only). Default: what its row would start from.
         lr_scale: multiplies the optimizer's learning rate for this table.
-        trainable: False freezes the table: no gradients, no updates.
+        trainable: False freezes the table: no gradients, no updates. Admission and eviction go on: a row that was
+            loaded and evicted comes back with initial values, so leave eviction out where loaded values must stay.
         padding_idx: a key that is never looked up: it reads zeros, is not counted in a mean and gets no gradient. For
             a fixed vocabulary a negative index counts from the end, as in torch.nn.Embedding.
     """
@@ -51,6 +62,10 @@ class TableConfig:
     optimizer: SparseOptimizer | None = field(default=None, kw_only=True)
     init: Any = field(default=None, kw_only=True)
     capacity: int | None = field(default=None, kw_only=True)
+    capacity_bytes: int | None = field(default=None, kw_only=True)
+    admission: MinFrequency | Probability | None = field(default=None, kw_only=True)
+    eviction: LRU | LFU | TTL | Score | None = field(default=None, kw_only=True)
+    default_row: Any = field(default=None, kw_only=True)
     lr_scale: float = field(default=1.0, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
     padding_idx: int | None = field(default=None, kw_only=True)
@@ -96,8 +111,7 @@ class TableConfig:
         if not self.feature_names and self.name:
             self.feature_names = [self.name]
         self._validate_initial_values(where)
-        if self.capacity is not None and (not _is_integer(self.capacity) or self.capacity < 1):
-            raise ValueError(f"{where}: capacity must be an integer >= 1 or None, got {self.capacity!r}")
+        check_policies(self, where)
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
             raise ValueError(f"{where}: lr_scale must be finite and >= 0, got {self.lr_scale!r}")
         self._validate_padding(where)

@@ -7,6 +7,7 @@ from typing import Any
 
 from nestpipe_kernels import init
 from nestpipe_kernels.nn.configs import TableConfig
+from nestpipe_kernels.nn.policies import first_policy
 from nestpipe_kernels.optim import SGD
 from nestpipe_kernels.types import SparseOptimizer
 
@@ -61,8 +62,9 @@ def _check_parameter_table(config: TableConfig, owner: str) -> None:
             f"{where}: an open vocabulary (num_embeddings=UNBOUNDED) needs an optimizer; "
             "pass optimizer=, for example nk.optim.RowWiseAdagrad(lr=0.05)"
         )
-    if config.capacity is not None:
-        raise ValueError(f"{where}: capacity needs an optimizer; pass optimizer=, or leave capacity out")
+    setting = first_policy(config)
+    if setting is not None:
+        raise ValueError(f"{where}: {setting} needs an optimizer; pass optimizer=, or leave {setting} out")
     if config.lr_scale != 1.0:
         raise ValueError(
             f"{where}: lr_scale needs an optimizer; pass optimizer=, or scale the learning rate of your own optimizer"

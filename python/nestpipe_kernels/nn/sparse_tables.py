@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nestpipe_kernels.nn.configs import TableConfig
-from nestpipe_kernels.nn.layout import Layout
+from nestpipe_kernels.nn.layout import Layout, StoreGroup
 from nestpipe_kernels.nn.optimizers import initial_values
+from nestpipe_kernels.nn.policies import rows_within
 from nestpipe_kernels.nn.sharding import all_rows, owned_keys, rank_quota
 from nestpipe_kernels.nn.weights import read_embeddings, write_embeddings
 from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
 from nestpipe_kernels.store import EmbeddingStore
-from nestpipe_kernels.types import TableSpec
+from nestpipe_kernels.types import UNBOUNDED, TableSpec
 
 __all__ = ["SparseTables", "TableStore", "initial_weight"]
 
@@ -99,24 +101,36 @@ class SparseTables:
         self._configs = {config.name: config for group in layout.stores for config in group.tables}
         self.stores: list[EmbeddingStore] = []
         for group in layout.stores:
-            assert group.optimizer is not None
             specs = [
                 TableSpec(
                     name=config.name,
                     num_embeddings=config.num_embeddings,
                     init=initial_values(config),
                     seed=seed,
-                    capacity=rank_quota(config.capacity, process_group),
                     lr_scale=config.lr_scale,
                     trainable=config.trainable,
+                    admission=config.admission,
+                    eviction=config.eviction,
+                    default=config.default_row,
                 )
                 for config in group.tables
             ]
-            self.stores.append(EmbeddingStore(tables=specs, dim=group.dim, optimizer=group.optimizer))
+            self.stores.append(_make_store(self._with_quotas(specs, group), group))
         self.optimizer_group = SparseOptimizerGroup(
             (config.name, rule, config.lr_scale) for config, rule in layout.optimizers if rule is not None
         )
         self._fill()
+
+    def _with_quotas(self, specs: list[TableSpec], group: StoreGroup) -> list[TableSpec]:
+        """The tables with their quotas on this rank."""
+        row_bytes = 0
+        if any(config.capacity_bytes is not None for config in group.tables):
+            row_bytes = _make_store([TableSpec("row", UNBOUNDED, None, 0)], group).row_floats * 4
+        capacities = [rows_within(config, row_bytes) for config in group.tables]
+        return [
+            replace(spec, capacity=rank_quota(capacity, self._process_group))
+            for spec, capacity in zip(specs, capacities, strict=True)
+        ]
 
     def place(self, name: str) -> tuple[int, int]:
         """(store, index within the store) of a table. Raises KeyError naming the tables there are."""
@@ -193,6 +207,11 @@ class SparseTables:
         if config.is_open:
             raise TypeError(f"table {name!r} has an open vocabulary, for which {what} not exist; {_remedy(name)}")
         return config
+
+
+def _make_store(specs: list[TableSpec], group: StoreGroup) -> EmbeddingStore:
+    assert group.optimizer is not None
+    return EmbeddingStore(tables=specs, dim=group.dim, optimizer=group.optimizer)
 
 
 def _remedy(name: str) -> str:

@@ -72,7 +72,7 @@ class TTL:
         return max(1, self.steps // 16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Score:
     """Rows with the lowest score go first.
 
@@ -90,6 +90,11 @@ class Score:
         if not callable(self.function):
             raise TypeError(f"Score: function must be callable, got {type(self.function).__name__}")
         _check_slack(type(self).__name__, self.slack)
+
+    def __repr__(self) -> str:
+        """The function by its name: the same text on every rank and in every run."""
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        return f"Score(function={named.__module__}.{named.__qualname__}, slack={self.slack!r})"
 
 
 def _check_slack(rule: str, slack: float) -> None:
