@@ -84,7 +84,10 @@ FAULTS = {
         "ops/test_row_update.py::test_fault_21_bias_correction_by_row_counts_own_updates",
         "ops/test_row_update.py::test_fault_21_lazy_rule_and_step_alone_decide_bias_correction",
     ],
-    22: ["optim/test_settings.py::test_fault_22_defaults_are_those_of_torch"],
+    22: [
+        "optim/test_settings.py::test_fault_22_defaults_are_those_of_torch",
+        "optim/test_settings.py::test_fault_22_eps_is_documented",
+    ],
     23: ["pipeline/test_models.py::test_fault_23_half_precision_gradients_are_summed_in_float32"],
     24: ["store/test_store_keys.py::test_fault_24_memory_is_flat_over_1000_calls_on_the_same_keys"],
     25: [

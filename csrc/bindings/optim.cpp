@@ -1,21 +1,50 @@
 // Row updates for Python: addresses and sizes in, no logic.
 #include <pybind11/stl.h>
 
+#include <map>
+#include <string>
 #include <tuple>
 
 #include "bindings.h"
 #include "nestpipe/row_update.h"
 
 namespace nestpipe {
+namespace {
+
+using Hyper = std::map<std::string, double>;
+
+// The settings by their names in Python; a rule's hyper() has those it uses.
+UpdateSettings make_settings(std::int32_t rule, std::int64_t step, const Hyper& hyper) {
+  const auto value = [&hyper](const char* name) {
+    const auto found = hyper.find(name);
+    return found == hyper.end() ? 0.0 : found->second;
+  };
+  UpdateSettings s;
+  s.rule = static_cast<UpdateRule>(rule);
+  s.step = step;
+  s.weight_decay = value("weight_decay");
+  s.eps = value("eps");
+  s.beta1 = value("beta1");
+  s.beta2 = value("beta2");
+  s.bias_correction_by_row = value("bias_correction_by_row") != 0.0;
+  s.momentum = value("momentum");
+  s.dampening = value("dampening");
+  s.nesterov = value("nesterov") != 0.0;
+  s.beta = value("beta");
+  s.l1 = value("l1");
+  s.l2 = value("l2");
+  return s;
+}
+
+}  // namespace
 
 void bind_optim(py::module_& module) {
   using Address = std::uintptr_t;
-  // (rows, num_rows, row_floats, dim), (grads, stride), (lr, row_lr, mask), (rule, eps, beta1,
-  // beta2, by_row, step)
+  // (rows, num_rows, row_floats, dim), (grads, stride), (lr, row_lr, mask), (rule, step, hyper)
   using Rows = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
   using Grads = std::tuple<Address, std::int64_t>;
   using PerRow = std::tuple<float, Address, Address>;
-  using Settings = std::tuple<std::int32_t, double, double, double, bool, std::int64_t>;
+  using Settings = std::tuple<std::int32_t, std::int64_t, Hyper>;
   module.def(
       "row_update",
       [](const Rows& rows, const Grads& grads, const PerRow& per_row, const Settings& settings) {
@@ -27,10 +56,8 @@ void bind_optim(py::module_& module) {
         a.lr = std::get<0>(per_row);
         a.row_lr = as_pointer<const float>(std::get<1>(per_row));
         a.mask = as_pointer<const std::uint8_t>(std::get<2>(per_row));
-        UpdateSettings s;
-        s.rule = static_cast<UpdateRule>(std::get<0>(settings));
-        std::tie(std::ignore, s.eps, s.beta1, s.beta2, s.bias_correction_by_row, s.step) = settings;
-        row_update(a, s);
+        row_update(
+            a, make_settings(std::get<0>(settings), std::get<1>(settings), std::get<2>(settings)));
       },
       py::call_guard<py::gil_scoped_release>());
 }

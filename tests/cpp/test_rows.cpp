@@ -150,9 +150,26 @@ void test_updates_of_every_rule() {
   constexpr std::int64_t kRows = 3000;
   constexpr std::int64_t kDim = 17;
   const std::vector<float> grads = random_floats(kRows * kDim, 5);
-  for (const UpdateRule rule :
-       {UpdateRule::kSgd, UpdateRule::kAdagrad, UpdateRule::kRowWiseAdagrad, UpdateRule::kAdam}) {
-    const std::int64_t row_floats = kDim + state_floats(rule, kDim) + 1;
+  UpdateSettings common;
+  common.eps = 1e-8;
+  common.beta1 = 0.9;
+  common.beta2 = 0.999;
+  common.beta = 1.0;
+  std::vector<UpdateSettings> cases;
+  for (std::int32_t code = 0; code <= static_cast<std::int32_t>(UpdateRule::kLamb); ++code) {
+    for (const double decay : {0.0, 0.25}) {
+      UpdateSettings s = common;
+      s.rule = static_cast<UpdateRule>(code);
+      s.weight_decay = decay;
+      cases.push_back(s);
+    }
+  }
+  cases.push_back(common);
+  cases.back().momentum = 0.9;
+  cases.push_back(cases.back());
+  cases.back().nesterov = true;
+  for (const UpdateSettings& s : cases) {
+    const std::int64_t row_floats = kDim + state_floats(s, kDim) + 1;
     std::vector<std::vector<float>> results;
     for (const int threads : {1, 4}) {
       set_num_threads(threads);
@@ -165,11 +182,6 @@ void test_updates_of_every_rule() {
       a.grads = grads.data();
       a.grad_stride = kDim;
       a.lr = 0.5f;
-      UpdateSettings s;
-      s.rule = rule;
-      s.eps = 1e-8;
-      s.beta1 = 0.9;
-      s.beta2 = 0.999;
       row_update(a, s);
       results.push_back(rows);
     }
@@ -177,7 +189,10 @@ void test_updates_of_every_rule() {
     std::int32_t updates;
     std::memcpy(&updates, results[0].data() + row_floats - 1, sizeof updates);
     CHECK_EQUAL(updates, 1);
-    if (rule == UpdateRule::kSgd) CHECK_EQUAL(results[0][3], 0.0f - 0.5f * grads[3]);
+    CHECK_EQUAL(results[0][3] != 0.0f, true);
+    if (s.rule == UpdateRule::kSgd && !s.nesterov) {
+      CHECK_EQUAL(results[0][3], 0.0f - 0.5f * grads[3]);
+    }
   }
   CHECK_EQUAL(integer_power(0.5, 10), 1.0 / 1024.0);
 }

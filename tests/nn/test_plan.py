@@ -21,6 +21,9 @@ class _Rule:
         self.name = name
         self.lr = lr
 
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        return ()
+
     def state_floats(self, dim: int) -> int:
         return 0
 

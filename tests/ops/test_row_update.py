@@ -19,11 +19,25 @@ from nestpipe_kernels.types import PoolingType, SparseOptimizer
 
 OPTIMIZERS: list[SparseOptimizer] = [
     optim.SGD(),
+    optim.SGD(weight_decay=0.1),
+    optim.SGD(momentum=0.9),
+    optim.SGD(momentum=0.9, dampening=0.3, weight_decay=0.1),
+    optim.SGD(momentum=0.8, nesterov=True, weight_decay=0.1),
     optim.Adagrad(),
-    optim.Adagrad(eps=1e-3, initial_accumulator_value=0.1),
+    optim.Adagrad(eps=1e-3, initial_accumulator_value=0.1, weight_decay=0.1),
     optim.RowWiseAdagrad(),
+    optim.RowWiseAdagrad(weight_decay=0.1),
     optim.Adam(),
     optim.Adam(betas=(0.8, 0.95), bias_correction="row"),
+    optim.Adam(weight_decay=0.1),
+    optim.AdamW(),
+    optim.AdamW(betas=(0.8, 0.95), weight_decay=0.0, bias_correction="row"),
+    optim.RowWiseAdam(),
+    optim.RowWiseAdam(weight_decay=0.1, bias_correction="row"),
+    optim.FTRL(),
+    optim.FTRL(beta=0.0, l1=0.5, l2=0.25, weight_decay=0.1),
+    optim.LAMB(),
+    optim.LAMB(weight_decay=0.1, bias_correction="row"),
 ]
 IMPLEMENTATIONS = ["native", "reference"]
 
@@ -107,8 +121,9 @@ def test_count_of_updates_stops_at_the_largest_integer(implementation: str) -> N
 
 def test_bias_factor_and_powers_match_the_formula() -> None:
     for step in (1, 2, 3, 10, 1000, 10**6, 10**12):
-        formula = math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-        assert reference.adam_bias_factor(0.9, 0.999, step) == pytest.approx(formula, rel=1e-12)
+        one, root = 1 - 0.9**step, math.sqrt(1 - 0.999**step)
+        expected = pytest.approx((1 / one, 1 / root, root / one), rel=1e-12)
+        assert reference.bias_factors(0.9, 0.999, step) == expected
     assert reference.integer_power(0.5, 0) == 1.0
     assert reference.integer_power(0.5, 5) == 0.5**5
 
@@ -307,9 +322,9 @@ def test_errors() -> None:
     class Unknown(optim.SGD):
         @property
         def name(self) -> str:
-            return "lamb"
+            return "lion"
 
     with pytest.raises(
-        ValueError, match="no rule for optimizer 'lamb': choose one of sgd, adagrad, row_wise_adagrad, adam"
+        ValueError, match=r"no rule for optimizer 'lion': choose one of sgd, adagrad, row_wise_adagrad, adam, .*, lamb"
     ):
         row_update(rows, grads, Unknown(), 1, 0.1)

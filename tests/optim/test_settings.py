@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 
 import pytest
@@ -12,7 +13,16 @@ import torch
 from nestpipe_kernels import optim
 from nestpipe_kernels.types import SparseOptimizer
 
-ALL = [optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, optim.Adam]
+ALL = [
+    optim.SGD,
+    optim.Adagrad,
+    optim.RowWiseAdagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.RowWiseAdam,
+    optim.FTRL,
+    optim.LAMB,
+]
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -27,9 +37,11 @@ def test_settings_satisfy_the_protocol(kind: type) -> None:
 
 
 def test_names_and_state() -> None:
-    assert [kind().name for kind in ALL] == ["sgd", "adagrad", "row_wise_adagrad", "adam"]
-    assert [kind().state_floats(7) for kind in ALL] == [0, 7, 1, 14]
-    assert [kind().state_init() for kind in ALL] == [0.0, 0.0, 0.0, 0.0]
+    names = ["sgd", "adagrad", "row_wise_adagrad", "adam", "adamw", "row_wise_adam", "ftrl", "lamb"]
+    assert [kind().name for kind in ALL] == names
+    assert [kind().state_floats(7) for kind in ALL] == [0, 7, 1, 14, 14, 8, 15, 14]
+    assert optim.SGD(momentum=0.5).state_floats(7) == 7
+    assert [kind().state_init() for kind in ALL] == [0.0] * len(ALL)
     assert optim.Adagrad(initial_accumulator_value=0.5).state_init() == 0.5
 
 
@@ -39,7 +51,9 @@ def test_names_and_state() -> None:
         (optim.SGD, torch.optim.SGD),
         (optim.Adagrad, torch.optim.Adagrad),
         (optim.RowWiseAdagrad, torch.optim.Adagrad),
-        (optim.Adam, torch.optim.SparseAdam),
+        (optim.Adam, torch.optim.Adam),
+        (optim.AdamW, torch.optim.AdamW),
+        (optim.RowWiseAdam, torch.optim.Adam),
     ],
 )
 def test_fault_22_defaults_are_those_of_torch(ours: type, theirs: type) -> None:
@@ -47,8 +61,39 @@ def test_fault_22_defaults_are_those_of_torch(ours: type, theirs: type) -> None:
     for name, parameter in inspect.signature(ours).parameters.items():
         if name != "bias_correction":
             assert parameter.default == expected[name].default, name
-    assert "1e-10" in (optim.RowWiseAdagrad.__doc__ or "")
-    assert "1e-8" in (optim.Adam.__doc__ or "")
+
+
+def test_fault_22_eps_is_documented() -> None:
+    assert optim.Adam().eps == inspect.signature(torch.optim.SparseAdam).parameters["eps"].default
+    expected = {
+        optim.Adagrad: "1e-10",
+        optim.RowWiseAdagrad: "1e-10",
+        optim.Adam: "1e-8",
+        optim.AdamW: "1e-8",
+        optim.RowWiseAdam: "1e-8",
+        optim.LAMB: "1e-6",
+    }
+    for kind, eps in expected.items():
+        assert float(eps) == kind().eps
+        assert re.search(rf"eps: .*{eps}", kind.__doc__ or ""), kind
+
+
+def test_defaults_of_rules_that_torch_lacks() -> None:
+    """FTRL: the paper's beta, TensorFlow's rates; LAMB: the paper's moments and eps."""
+    assert optim.FTRL() == optim.FTRL(lr=1e-3, beta=1.0, l1=0.0, l2=0.0, weight_decay=0.0)
+    lamb = optim.LAMB(lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, bias_correction="step")
+    assert optim.LAMB() == lamb
+
+
+def test_slots_name_the_state_in_its_order() -> None:
+    assert optim.SGD().slots(3) == ()
+    assert optim.SGD(momentum=0.9).slots(3) == (("momentum_buffer", 3),)
+    assert optim.Adagrad().slots(3) == (("sum", 3),)
+    assert optim.RowWiseAdagrad().slots(3) == (("sum", 1),)
+    for kind in (optim.Adam, optim.AdamW, optim.LAMB):
+        assert kind().slots(3) == (("exp_avg", 3), ("exp_avg_sq", 3))
+    assert optim.RowWiseAdam().slots(3) == (("exp_avg", 3), ("exp_avg_sq", 1))
+    assert optim.FTRL().slots(3) == (("z", 3), ("n", 3), ("last_lr", 1))
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -68,13 +113,54 @@ def test_bad_settings() -> None:
             kind(initial_accumulator_value=-0.5)
         with pytest.raises(ValueError, match="eps or initial_accumulator_value must be > 0, got 0 for both"):
             kind(eps=0.0)
-    with pytest.raises(ValueError, match="Adam: eps must be > 0, got 0"):
-        optim.Adam(eps=0.0)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_bad_weight_decay(kind: type) -> None:
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: weight_decay must be finite and >= 0, got -0\.1"):
+        kind(weight_decay=-0.1)
+    with pytest.raises(TypeError, match=f"{kind.__name__}: weight_decay must be a number, got NoneType"):
+        kind(weight_decay=None)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.RowWiseAdam, optim.LAMB])
+def test_bad_moments(kind: type) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: eps must be > 0, got 0"):
+        kind(eps=0.0)
     for betas in ((1.0, 0.9), (0.9, -0.1), (0.9,)):
-        with pytest.raises(ValueError, match=r"Adam: betas must be two numbers in \[0, 1\), got"):
-            optim.Adam(betas=betas)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Adam: bias_correction must be 'step' or 'row', got 'none'"):
-        optim.Adam(bias_correction="none")
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: betas must be two numbers in \[0, 1\), got"):
+            kind(betas=betas)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: betas must be two numbers in \[0, 1\), got float"):
+        kind(betas=0.9)
+    with pytest.raises(TypeError, match=f"{kind.__name__}: betas must be a number, got str"):
+        kind(betas=("0.9", 0.999))
+    with pytest.raises(ValueError, match=f"{kind.__name__}: bias_correction must be 'step' or 'row', got 'none'"):
+        kind(bias_correction="none")
+
+
+def test_bad_momentum() -> None:
+    for field in ("momentum", "dampening"):
+        with pytest.raises(ValueError, match=f"SGD: {field} must be finite and >= 0, got -1"):
+            optim.SGD(**{field: -1})
+        with pytest.raises(TypeError, match=f"SGD: {field} must be a number, got str"):
+            optim.SGD(**{field: "0.9"})
+    with pytest.raises(TypeError, match="SGD: nesterov must be True or False, got 1"):
+        optim.SGD(momentum=0.9, nesterov=1)  # type: ignore[arg-type]
+    message = r"SGD: nesterov needs momentum > 0 and dampening 0, got momentum 0\.0 and dampening 0\.0"
+    with pytest.raises(ValueError, match=message):
+        optim.SGD(nesterov=True)
+    message = r"SGD: nesterov needs momentum > 0 and dampening 0, got momentum 0\.9 and dampening 0\.5"
+    with pytest.raises(ValueError, match=message):
+        optim.SGD(momentum=0.9, dampening=0.5, nesterov=True)
+
+
+def test_bad_ftrl_settings() -> None:
+    for field in ("beta", "l1", "l2"):
+        with pytest.raises(ValueError, match=f"FTRL: {field} must be finite and >= 0, got nan"):
+            optim.FTRL(**{field: math.nan})
+    with pytest.raises(ValueError, match="FTRL: beta or l2 must be > 0, got 0 for both"):
+        optim.FTRL(beta=0.0)
+    optim.FTRL(beta=0.0, l2=0.1)
 
 
 # -------------------------------------------------------------------------------------------------------- group

@@ -20,6 +20,9 @@ class StateOf:
     lr: float = 0.1
     name: str = "stand_in"
 
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        return (("state", self.factor * dim),)
+
     def state_floats(self, dim: int) -> int:
         return self.factor * dim
 

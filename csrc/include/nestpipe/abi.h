@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 2;
 
 }  // namespace nestpipe

@@ -2,22 +2,39 @@
 //
 // A buffer row is [embedding dim | state | int32 updates | padding]. The order of operations per
 // element is written in ops/row_update/reference.py; scalars that depend on the step alone are
-// computed in double and rounded once.
+// computed in double and rounded once. The rules themselves are in csrc/optim/update_rules.h.
 #pragma once
 
 #include <cstdint>
 
 namespace nestpipe {
 
-enum class UpdateRule : std::int32_t { kSgd = 0, kAdagrad = 1, kRowWiseAdagrad = 2, kAdam = 3 };
+enum class UpdateRule : std::int32_t {
+  kSgd = 0,
+  kAdagrad = 1,
+  kRowWiseAdagrad = 2,
+  kAdam = 3,
+  kAdamW = 4,
+  kRowWiseAdam = 5,
+  kFtrl = 6,
+  kLamb = 7,
+};
 
+// What a rule does not use is ignored.
 struct UpdateSettings {
   UpdateRule rule = UpdateRule::kSgd;
+  std::int64_t step = 1;  // 1 for the first update
+  double weight_decay = 0.0;
   double eps = 0.0;
   double beta1 = 0.0;
   double beta2 = 0.0;
-  bool bias_correction_by_row = false;  // Adam: count the row's own updates instead of steps
-  std::int64_t step = 1;                // 1 for the first update
+  bool bias_correction_by_row = false;  // count the row's own updates instead of steps
+  double momentum = 0.0;                // SGD; with 0 a row has no state
+  double dampening = 0.0;
+  bool nesterov = false;
+  double beta = 0.0;  // FTRL
+  double l1 = 0.0;
+  double l2 = 0.0;
 };
 
 struct UpdateArguments {
@@ -33,13 +50,10 @@ struct UpdateArguments {
 };
 
 // Floats of state between embedding and `updates`.
-std::int64_t state_floats(UpdateRule rule, std::int64_t dim);
+std::int64_t state_floats(const UpdateSettings& settings, std::int64_t dim);
 
 // base ** exponent by squaring, exponent >= 0: the same bits everywhere, unlike libm's pow.
 double integer_power(double base, std::int64_t exponent);
-
-// Adam's sqrt(1 - beta2^t) / (1 - beta1^t), rounded to float32 once.
-float adam_bias_factor(double beta1, double beta2, std::int64_t step);
 
 // Updates every row whose mask is not 0 and adds 1 to its `updates` (which stops at the largest
 // int32).

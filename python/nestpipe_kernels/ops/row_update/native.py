@@ -10,26 +10,26 @@ from .._row_checks import pointer
 
 __all__ = ["row_update"]
 
-RULE_CODES = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3}
+RULE_CODES = {
+    "sgd": 0,
+    "adagrad": 1,
+    "row_wise_adagrad": 2,
+    "adam": 3,
+    "adamw": 4,
+    "row_wise_adam": 5,
+    "ftrl": 6,
+    "lamb": 7,
+}
 
 
 def row_update(
     rows: Tensor, grads: Tensor, optimizer: SparseOptimizer, step: int, lr: float | Tensor, mask: Tensor | None
 ) -> None:
     """Arguments as checked by the package."""
-    hyper = optimizer.hyper()
-    settings = (
-        RULE_CODES[optimizer.name],
-        hyper.get("eps", 0.0),
-        hyper.get("beta1", 0.0),
-        hyper.get("beta2", 0.0),
-        bool(hyper.get("bias_correction_by_row", 0.0)),
-        step,
-    )
     row_lr = lr if isinstance(lr, Tensor) else None
     core().row_update(
         (pointer(rows), *rows.shape, grads.shape[1]),
         (pointer(grads), grads.stride(0)),
         (0.0 if isinstance(lr, Tensor) else lr, pointer(row_lr), pointer(mask)),
-        settings,
+        (RULE_CODES[optimizer.name], step, optimizer.hyper()),
     )
