@@ -155,6 +155,20 @@ void bind_store(py::module_& module) {
   store.def_property_readonly("row_floats", &EmbeddingStore::row_floats);
   store.def("size", &EmbeddingStore::size, py::arg("table"), Unlocked());
   store.def("export_table", &export_table, py::arg("table"));
+  store.def(
+      "shard_sizes",
+      [](const EmbeddingStore& self, std::int64_t table, Address sizes) {
+        self.shard_sizes(table, as_pointer<std::int64_t>(sizes));
+      },
+      Unlocked());
+  store.def(
+      "export_shards",
+      [](const EmbeddingStore& self, std::int64_t table, int first, int end, std::int64_t capacity,
+         std::pair<Address, Address> out) {
+        return self.export_shards(table, first, end, capacity, as_pointer<std::int64_t>(out.first),
+                                  as_pointer<std::int64_t>(out.second));
+      },
+      Unlocked());
   store.def("memory", [](const EmbeddingStore& self) {
     const StoreMemory memory = self.memory();
     return py::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes);

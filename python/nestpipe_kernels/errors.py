@@ -39,10 +39,11 @@ class NonFiniteGradientError(NestPipeError, ArithmeticError):
 
 
 class RemoteRankError(NestPipeError, RuntimeError):
-    """Another rank failed; carries its rank, stage, batch index and message."""
+    """Another rank failed; carries its rank, stage, batch index (-1: outside of batches) and message."""
 
     def __init__(self, rank: int, stage: str, batch: int, message: str) -> None:
-        super().__init__(f"rank {rank} failed in {stage} of batch {batch}: {message}")
+        of_batch = f" of batch {batch}" if batch >= 0 else ""
+        super().__init__(f"rank {rank} failed in {stage}{of_batch}: {message}")
         self.rank = rank
         self.stage = stage
         self.batch = batch

@@ -53,6 +53,16 @@ class KeyIndex {
   // The row that the key had, or kNoRow.
   std::uint32_t erase(std::uint64_t hash, std::int64_t key);
 
+  // Calls visit(key, row) for every entry of a shard, in no particular order.
+  template <typename Visit>
+  void for_each_in_shard(int shard_number, const Visit& visit) const {
+    const Shard& shard = shards_[shard_number];
+    for (std::uint32_t b = 0; b < shard.num_buckets; ++b) {
+      const Bucket& bucket = shard.buckets[b];
+      for (int slot = 0; slot < bucket.count; ++slot) visit(bucket.keys[slot], bucket.rows[slot]);
+    }
+  }
+
  private:
   static constexpr int kSlots = 5;
   static constexpr std::uint16_t kPassedMax = 0xFFFF;

@@ -113,6 +113,12 @@ class EmbeddingStore {
   // Keys and handles of a table by ascending handle.
   void export_table(std::int64_t table, std::vector<std::int64_t>* keys,
                     std::vector<std::int64_t>* handles) const;
+  // Keys per index shard of a table, [kNumShards].
+  void shard_sizes(std::int64_t table, std::int64_t* sizes) const;
+  // Keys and handles of index shards first .. end - 1, by (shard, key): an order that depends on
+  // the keys alone. Returns how many; throws std::length_error if there are more than `capacity`.
+  std::int64_t export_shards(std::int64_t table, int first, int end, std::int64_t capacity,
+                             std::int64_t* keys, std::int64_t* handles) const;
   StoreMemory memory() const;
 
  private:

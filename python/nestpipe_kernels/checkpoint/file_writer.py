@@ -23,13 +23,15 @@ _PIECE = 8 << 20
 """Bytes that are hashed and written at once."""
 _THREAD_FROM = 4 << 20
 """Bytes of a file from which on a thread of its own hashes and writes."""
+_CHUNKS_BEHIND = 16
+"""Chunks that wait to be written: some rows' worth, as each tensor of a file gets one of its own."""
 
 
 class TensorFileWriter:
     """Writes one file beside its final name, and gives it that name when all is on the disk.
 
     Rows of each tensor are given in order; tensors may take turns. Hashing and writing happen in a thread of its own,
-    at most three chunks behind, so a chunk must not be changed after it was given. Use as a context manager: leaving
+    some chunks behind, so a chunk must not be changed after it was given. Use as a context manager: leaving
     it before `close` returned removes the temporary file.
 
     Args:
@@ -48,7 +50,7 @@ class TensorFileWriter:
         self._hashes = {name: hashlib.sha256() for name in self._layout.regions}
         self._descriptor, self._temporary = create_temporary(self.path)
         self._failure: BaseException | None = None
-        self._queue: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(maxsize=2)
+        self._queue: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(maxsize=_CHUNKS_BEHIND)
         self._thread: threading.Thread | None = None
         try:
             self._put(self._layout.prefix, 0)

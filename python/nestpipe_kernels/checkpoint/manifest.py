@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from .fields import Field, canonical_bytes, digest_of, parse_canonical
-from .files import FileRecord, TensorRecord
+from .files import FileRecord
 from .filesystem import create_temporary, explained, open_regular, publish, remove_if_there, sync_directory
-from .layout import DTYPES
 from .manifest_checks import check_manifest
-from .manifest_parts import OptimizerRecord, TableFile, TableRecord
-from .names import FILE_NAME, MANIFEST_NAME, MAX_GENERATION
+from .manifest_parts import OptimizerRecord, TableFile, TableRecord, files_from_field, files_to_json
+from .names import MANIFEST_NAME, MAX_GENERATION
 
 __all__ = [
     "FORMAT",
@@ -86,7 +84,7 @@ class Manifest:
             "world_size": self.world_size,
             "hash": {"name": HASH_NAME, "slices": NUM_SLICES, "slice_owner": SLICE_OWNER},
             "tables": [table.to_json() for table in self.tables],
-            "files": {name: _file_to_json(record) for name, record in self.files.items()},
+            "files": files_to_json(self.files),
             "position": self.position,
             "dense": self.dense,
             "ranks": self.ranks,
@@ -194,31 +192,8 @@ def _manifest(top: Field) -> Manifest:
         writer=fields["writer"].json_object(),
         world_size=world_size,
         tables=[TableRecord.from_field(one) for one in fields["tables"].items()],
-        files=dict(_files(fields["files"])),
+        files=files_from_field(fields["files"]),
         position=fields["position"].json_object(),
         dense=fields["dense"].json_object_or_none(),
         ranks=[one.json_object() for one in fields["ranks"].items(world_size)],
     )
-
-
-def _files(files: Field) -> Iterator[tuple[str, FileRecord]]:
-    for name, entry in files.entries().items():
-        Field(name, files.file, f"the name {entry.path}").matching(FILE_NAME, "the name of a checkpoint's file")
-        fields = entry.members("size", "header_sha256", "tensors")
-        tensors = {}
-        for tensor, one in fields["tensors"].entries().items():
-            parts = one.members("dtype", "shape", "sha256")
-            tensors[tensor] = TensorRecord(
-                parts["dtype"].one_of(DTYPES),
-                tuple(extent.integer(0, 1 << 60) for extent in parts["shape"].items()),
-                parts["sha256"].sha256(),
-            )
-        yield name, FileRecord(fields["size"].integer(0, 1 << 62), fields["header_sha256"].sha256(), tensors)
-
-
-def _file_to_json(record: FileRecord) -> dict[str, Any]:
-    tensors = {
-        name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "sha256": tensor.sha256}
-        for name, tensor in record.tensors.items()
-    }
-    return {"size": record.size, "header_sha256": record.header_sha256, "tensors": tensors}

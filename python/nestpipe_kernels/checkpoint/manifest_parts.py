@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .fields import Field
+from .layout import DTYPES, FileRecord, TensorRecord
 from .names import FILE_NAME
 
-__all__ = ["STORAGE_TYPES", "OptimizerRecord", "TableFile", "TableRecord"]
+__all__ = ["STORAGE_TYPES", "OptimizerRecord", "TableFile", "TableRecord", "files_from_field", "files_to_json"]
 
 STORAGE_TYPES = {"FP32": "F32", "FP16": "F16", "BF16": "BF16"}
 """types.DataType -> the data type of the tensor `embedding` in files."""
@@ -178,3 +179,37 @@ def _file_to_json(file: TableFile) -> dict[str, Any]:
         "first_slice": file.first_slice,
         "end_slice": file.end_slice,
     }
+
+
+def files_to_json(files: dict[str, FileRecord]) -> dict[str, Any]:
+    """The manifest's object `files`."""
+    return {
+        file: {
+            "size": record.size,
+            "header_sha256": record.header_sha256,
+            "tensors": {
+                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "sha256": tensor.sha256}
+                for name, tensor in record.tensors.items()
+            },
+        }
+        for file, record in files.items()
+    }
+
+
+def files_from_field(files: Field) -> dict[str, FileRecord]:
+    """Read the manifest's object `files`. Raises CheckpointError."""
+    records = {}
+    for name, entry in files.entries().items():
+        Field(name, files.file, f"the name {entry.path}").matching(FILE_NAME, "the name of a checkpoint's file")
+        fields = entry.members("size", "header_sha256", "tensors")
+        tensors = {}
+        for tensor, one in fields["tensors"].entries().items():
+            parts = one.members("dtype", "shape", "sha256")
+            tensors[tensor] = TensorRecord(
+                parts["dtype"].one_of(DTYPES),
+                tuple(extent.integer(0, 1 << 60) for extent in parts["shape"].items()),
+                parts["sha256"].sha256(),
+            )
+        size = fields["size"].integer(0, 1 << 62)
+        records[name] = FileRecord(size, fields["header_sha256"].sha256(), tensors)
+    return records

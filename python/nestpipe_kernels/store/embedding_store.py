@@ -245,6 +245,28 @@ class EmbeddingStore:
         keys, handles = self._native.export_table(self._table(table))
         return _int64_tensor(keys), _int64_tensor(handles)
 
+    def shard_sizes(self, table: str | int | None = None) -> Tensor:
+        """int64 [256]: keys of a table in each shard of its index."""
+        sizes = torch.empty(256, dtype=INT64)
+        self._native.shard_sizes(self._table(table), sizes.data_ptr())
+        return sizes
+
+    def export_shards(self, table: str | int | None, first: int, end: int, size: int) -> tuple[Tensor, Tensor]:
+        """Keys and handles of index shards first .. end - 1, int64 [n] each, by (shard, key).
+
+        The order depends on the keys alone, not on how they came into the table.
+
+        Args:
+            size: how many there are at most, from `shard_sizes`.
+
+        Raises:
+            ValueError: there are more. IndexError: no such shards.
+        """
+        keys, handles = torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64)
+        out = (keys.data_ptr(), handles.data_ptr())
+        count = self._native.export_shards(self._table(table), first, end, size, out)
+        return keys[:count], handles[:count]
+
     # ------------------------------------------------------------------------------------------- a table by itself
 
     def find(self, keys: Tensor, table: str | int | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,55 @@
+// The keys of a table by groups of index shards, in an order that depends on the keys alone.
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nestpipe/parallel.h"
+#include "nestpipe/store.h"
+
+namespace nestpipe {
+
+void EmbeddingStore::shard_sizes(std::int64_t table, std::int64_t* sizes) const {
+  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
+  parallel_tasks(kNumShards, [&](std::int64_t shard) {
+    std::int64_t count = 0;
+    index.for_each_in_shard(static_cast<int>(shard), [&](std::int64_t, std::uint32_t) { ++count; });
+    sizes[shard] = count;
+  });
+}
+
+std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int end,
+                                           std::int64_t capacity, std::int64_t* keys,
+                                           std::int64_t* handles) const {
+  if (first < 0 || end > kNumShards || first > end) {
+    throw std::out_of_range("store: index shards must lie in [0, 256], got " +
+                            std::to_string(first) + " to " + std::to_string(end));
+  }
+  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
+  std::vector<std::vector<std::pair<std::int64_t, std::uint32_t>>> shards(end - first);
+  parallel_tasks(end - first, [&](std::int64_t i) {
+    index.for_each_in_shard(first + static_cast<int>(i), [&](std::int64_t key, std::uint32_t row) {
+      shards[i].emplace_back(key, row);
+    });
+    std::sort(shards[i].begin(), shards[i].end());
+  });
+  std::int64_t count = 0;
+  for (const auto& shard : shards) count += static_cast<std::int64_t>(shard.size());
+  if (count > capacity) {
+    throw std::length_error("store: " + std::to_string(count) + " keys do not fit into " +
+                            std::to_string(capacity));
+  }
+  for (const auto& shard : shards) {
+    for (const auto& [key, row] : shard) {
+      *keys++ = key;
+      *handles++ = row;
+    }
+  }
+  return count;
+}
+
+}  // namespace nestpipe

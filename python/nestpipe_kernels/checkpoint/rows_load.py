@@ -1,0 +1,352 @@
+"""Loads rows that any number of ranks saved: each rank takes those of the virtual slices that it owns.
+
+Order of work, each step agreed upon by all ranks before the next: settings are compared; keys are counted where a
+capacity might not hold them; where tables hold rows already, all files are verified and the rows go; rows stream in.
+Damage that shows midway empties the tables again, so that tables which were empty are as before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._native import core
+from ..comm import Communicator
+from ..errors import CheckpointError, StoreFullError
+from ..ops.owners import NUM_SLICES, default_slice_owner, owners
+from ..store import RowMetadata
+from ..types import KeyStatus, TableSpec
+from .exchange import agree, gather_json
+from .file_reader import open_tensor_file
+from .manifest import Manifest
+from .manifest_parts import TableFile, TableRecord
+from .rows_save import rows_per_chunk, slice_range
+from .settings import RowParts, row_parts, table_record
+
+__all__ = ["TableTarget", "all_targets", "load_tables"]
+
+_DOING = "loading a checkpoint"
+_SHARDS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class TableTarget:
+    """A table of the model and the table of the checkpoint that goes into it."""
+
+    store: Any
+    table: int
+    """Index within the store."""
+    source: str
+    """Name within the checkpoint."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """Settings of the model's table."""
+        found: TableSpec = self.store.tables[self.table]
+        return found
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows of a file that this rank owns."""
+
+    keys: Tensor
+    tensors: dict[str, Tensor]
+
+
+def all_targets(stores: Sequence[Any], names: Sequence[Sequence[str]] | None = None) -> list[TableTarget]:
+    """Every table of some stores, with the names they were saved by (None: their own)."""
+    return [
+        TableTarget(store, t, spec.name if names is None else names[s][t])
+        for s, store in enumerate(stores)
+        for t, spec in enumerate(store.tables)
+    ]
+
+
+def load_tables(
+    directory: str | os.PathLike[str],
+    manifest: Manifest,
+    communicator: Communicator,
+    targets: Sequence[TableTarget],
+    *,
+    optimizer_state: bool = True,
+    strict: bool = True,
+    slice_owner: Tensor | None = None,
+) -> dict[str, int]:
+    """Replace the rows of tables by those of a checkpoint. Collective; the same targets in the same order on all ranks.
+
+    Tables that are no target stay as they are. Embeddings of another storage type are rounded once. Extra memory: a few
+    CHUNK_BYTES.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: its manifest, the same on all ranks.
+        communicator: of the ranks that own the rows now.
+        targets: which table goes where.
+        optimizer_state: False takes embeddings and metadata alone; state and `updates` start anew, whatever the rule.
+        strict: seeds and initial values must be those of the checkpoint: keys without a row read them.
+        slice_owner: int32 [65536], who owns which slice; None: the default of this world size.
+
+    Returns:
+        Rows that this rank loaded, by the table's name in the checkpoint.
+
+    Raises:
+        CheckpointError: a table is missing, dim, optimizer, slots, number of embeddings, seed, initial values or
+            capacity do not fit (both values are named), or a file is damaged (file and tensor are named).
+        StoreFullError: memory does not hold the rows.
+        RemoteRankError: another rank failed.
+        After an error tables that were empty are empty, and others have not changed, unless memory or the disk failed
+        after everything had been verified: then they are empty, too.
+    """
+    job = _Load(Path(directory), manifest, communicator, list(targets), optimizer_state, slice_owner)
+    _together(communicator, lambda: job.compare(strict))
+    _together(communicator, job.check_capacities)
+    occupied = any(target.store.size(target.spec.name) for target in job.targets)
+    if any(gather_json(communicator, occupied, None, _DOING, to=None)):
+        _together(communicator, job.verify)
+        _together(communicator, job.empty)
+    try:
+        loaded: dict[str, int] = _together(communicator, job.fill)
+        return loaded
+    except BaseException:
+        job.empty()
+        raise
+
+
+def _together(communicator: Communicator, step: Callable[[], Any]) -> Any:
+    """Run a local step; failures reach all ranks."""
+    result, failure = None, None
+    try:
+        result = step()
+    except Exception as error:
+        failure = error
+    agree(communicator, failure, _DOING)
+    return result
+
+
+class _Load:
+    """One rank's side of a load; every method is local."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        communicator: Communicator,
+        targets: list[TableTarget],
+        optimizer_state: bool,
+        slice_owner: Tensor | None,
+    ) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.rank = communicator.rank
+        self.targets = targets
+        self.optimizer_state = optimizer_state
+        self.slice_owner = default_slice_owner(communicator.size) if slice_owner is None else slice_owner
+        self.slices = slice_range(self.slice_owner, self.rank)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def compare(self, strict: bool) -> None:
+        """Raises CheckpointError with everything in which tables differ."""
+        problems: list[str] = []
+        for target in self.targets:
+            saved = self.manifest.table(target.source)
+            problems += _differences(saved, target, self.optimizer_state, strict)
+        if problems:
+            raise CheckpointError(
+                f"checkpoint: {self.directory} does not fit the model; nothing was loaded: {'; '.join(problems)}"
+            )
+
+    def check_capacities(self) -> None:
+        """Raises CheckpointError if a table's capacity does not hold the rows that this rank would take."""
+        for target in self.targets:
+            capacity = target.spec.capacity
+            saved = self.manifest.table(target.source)
+            if capacity is None or sum(file.rows for file in self._files(target)) <= capacity:
+                continue
+            rows = sum(
+                chunk.keys.numel() for file in self._files(target) for chunk in self._chunks(target, file, ["keys"])
+            )
+            if rows > capacity:
+                raise CheckpointError(
+                    f"checkpoint: table {target.source!r}: rank {self.rank} would take {rows} of its {saved.rows} "
+                    f"rows, but its share of the capacity is {capacity}; nothing was loaded: raise the capacity, or "
+                    "load with more ranks"
+                )
+
+    def verify(self) -> None:
+        """Read everything that will be loaded, checking digests and keys."""
+        for target in self.targets:
+            for file in self._files(target):
+                for _ in self._chunks(target, file, self._tensor_names(target)):
+                    pass
+
+    def empty(self) -> None:
+        """Remove all rows of the targets."""
+        for target in self.targets:
+            sizes: list[int] = target.store.shard_sizes(target.table).tolist()
+            for first in range(0, len(sizes), _SHARDS_AT_ONCE):
+                end = min(first + _SHARDS_AT_ONCE, len(sizes))
+                keys, _ = target.store.export_shards(target.table, first, end, sum(sizes[first:end]))
+                if keys.numel():
+                    target.store.erase_keys(keys, _table_numbers(keys, target.table))
+
+    def fill(self) -> dict[str, int]:
+        """Rows of all targets, which are empty."""
+        loaded: dict[str, int] = {}
+        for target in self.targets:
+            rows = 0
+            for file in self._files(target):
+                for chunk in self._chunks(target, file, self._tensor_names(target)):
+                    self._insert(target, chunk)
+                    rows += chunk.keys.numel()
+            size = target.store.size(target.spec.name)
+            if size != rows:
+                raise CheckpointError(
+                    f"checkpoint: the files of table {target.source!r} hold {rows} rows of rank {self.rank}, but only "
+                    f"{size} distinct keys: {', '.join(file.name for file in self._files(target))[:500]}"
+                )
+            loaded[target.source] = rows
+        return loaded
+
+    # ----------------------------------------------------------------------------------------------------- reading
+
+    def _files(self, target: TableTarget) -> list[TableFile]:
+        """The files that may hold rows of this rank. Another name of the table means other slices."""
+        saved = self.manifest.table(target.source)
+        first, end = self.slices
+        if saved.hash_name != target.spec.name:
+            first, end = 0, NUM_SLICES
+        return [one for one in saved.files if one.rows and one.first_slice < end and first < one.end_slice]
+
+    def _tensor_names(self, target: TableTarget) -> list[str]:
+        names = ["keys", "embedding", "last_used", "frequency"]
+        if self.optimizer_state:
+            names += [f"state.{name}" for name, _ in row_parts(target.store).slots] + ["updates"]
+        return names
+
+    def _chunks(self, target: TableTarget, file: TableFile, names: list[str]) -> Iterator[_Chunk]:
+        """Rows of a file that this rank owns, chunk by chunk."""
+        saved = self.manifest.table(target.source)
+        same_hash = saved.hash_name == target.spec.name
+        hashes = _hash_of(saved.hash_name)
+        path = self.directory / file.name
+        with open_tensor_file(path, self.manifest.files[file.name]) as source:
+            for tensors in source.chunks(names, rows_per_chunk(row_parts(target.store))):
+                keys = tensors["keys"]
+                slices = owners(keys, None, hashes, torch.arange(NUM_SLICES, dtype=torch.int32))
+                _check_rows(path, saved, file, tensors, slices)
+                if same_hash:
+                    mine = self.slice_owner[slices.to(torch.int64)] == self.rank
+                else:
+                    mine = owners(keys, None, _hash_of(target.spec.name), self.slice_owner) == self.rank
+                if not bool(mine.all()):
+                    tensors = {name: tensor[mine] for name, tensor in tensors.items()}
+                yield _Chunk(tensors["keys"], tensors)
+
+    # --------------------------------------------------------------------------------------------------- inserting
+
+    def _insert(self, target: TableTarget, chunk: _Chunk) -> None:
+        size = chunk.keys.numel()
+        if size == 0:
+            return
+        parts = row_parts(target.store)
+        tables = _table_numbers(chunk.keys, target.table)
+        rows = torch.zeros((size, parts.row_floats), dtype=torch.float32)
+        if self.optimizer_state:
+            for name, _ in parts.slots:
+                parts.slot(rows, name).copy_(chunk.tensors[f"state.{name}"])
+            parts.updates(rows).copy_(chunk.tensors["updates"])
+        else:
+            target.store.gather(torch.full((size,), -1), chunk.keys, tables, rows, None)
+        _copy_embeddings(target, parts, chunk, rows)
+        metadata = RowMetadata(chunk.tensors["last_used"], chunk.tensors["frequency"])
+        try:
+            _load_rows(target, chunk.keys, tables, rows, metadata)
+        except MemoryError as error:
+            raise StoreFullError(
+                f"checkpoint: no memory for the rows of table {target.source!r}; load with more ranks"
+            ) from error
+
+
+def _load_rows(target: TableTarget, keys: Tensor, tables: Tensor, rows: Tensor, metadata: RowMetadata) -> None:
+    store = target.store
+    if hasattr(store, "load_rows"):
+        store.load_rows(keys, tables, rows, metadata)
+        return
+    retrieval = store.retrieve(keys, tables, torch.zeros_like(keys), -1)
+    refused = int((retrieval.status == KeyStatus.REFUSED.value).sum())
+    if refused:
+        raise StoreFullError(f"checkpoint: table {target.source!r} has no room for {refused} rows")
+    store.write_back(retrieval.handles, rows)
+    store.write_metadata(retrieval.handles, metadata)
+
+
+def _copy_embeddings(target: TableTarget, parts: RowParts, chunk: _Chunk, rows: Tensor) -> None:
+    """Round to the storage type once. A finite value that becomes infinite is refused."""
+    saved = chunk.tensors["embedding"]
+    view = parts.embedding(rows)
+    view.copy_(saved)
+    if parts.storage is torch.float16 and saved.dtype is not torch.float16:
+        overflown = (torch.isinf(view) & torch.isfinite(saved)).any(dim=1).nonzero()
+        if overflown.numel():
+            at = int(overflown[0])
+            raise CheckpointError(
+                f"checkpoint: table {target.source!r}: the row of key {int(chunk.keys[at])} has elements up to "
+                f"{float(saved[at].abs().max()):g}, FP16 ends at 65504: keep {saved.dtype} or use BF16"
+            )
+
+
+def _check_rows(path: Path, saved: TableRecord, file: TableFile, tensors: dict[str, Tensor], slices: Tensor) -> None:
+    """Raises CheckpointError if keys are outside the table or the file's slices, or metadata is impossible."""
+    keys = tensors["keys"]
+    if keys.numel() == 0:
+        return
+    bad = (slices < file.first_slice) | (slices >= file.end_slice)
+    expected = f"of slices {file.first_slice} to {file.end_slice}"
+    if saved.num_embeddings >= 0 and not bool(bad.any()):
+        bad = (keys < 0) | (keys >= saved.num_embeddings)
+        expected = f"in [0, {saved.num_embeddings})"
+    if bool(bad.any()):
+        raise CheckpointError(
+            f"checkpoint: {path}: tensor 'keys': keys of table {saved.name!r} must be {expected}, got "
+            f"{int(keys[bad.nonzero()[0]])}"
+        )
+    for name, low in (("last_used", -1), ("frequency", 0), ("updates", 0)):
+        if name in tensors and int(tensors[name].min()) < low:
+            raise CheckpointError(
+                f"checkpoint: {path}: tensor {name!r} must be at least {low}, got {int(tensors[name].min())}"
+            )
+
+
+def _differences(saved: TableRecord, target: TableTarget, optimizer_state: bool, strict: bool) -> list[str]:
+    """What keeps a saved table out of a table of the model, with both values."""
+    own = table_record(target.store, target.table, target.source)
+    fields = ["dim", "num_embeddings"]
+    if strict:
+        fields += ["seed", "init"]
+    if optimizer_state:
+        fields.append("optimizer")
+    advice = {"optimizer": " (optimizer_state=False takes the embeddings alone)"}
+    return [
+        f"table {saved.name!r}: {name} is {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in the model"
+        f"{advice.get(name, '')}"
+        for name in fields
+        if getattr(saved, name) != getattr(own, name)
+    ]
+
+
+def _hash_of(name: str) -> Tensor:
+    """int64 [1]: what hashes of a table's keys start from."""
+    word: int = core().hash_name(name)
+    return torch.tensor([word - (1 << 64) if word >> 63 else word], dtype=torch.int64)
+
+
+def _table_numbers(keys: Tensor, table: int) -> Tensor:
+    return torch.full((keys.numel(),), table, dtype=torch.int32)
