@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import errors as errors
     from . import init as init
     from . import jagged as jagged
@@ -35,6 +36,7 @@ __all__ = [
     "PipelineConfig",
     "PoolingType",
     "__version__",
+    "checkpoint",
     "errors",
     "init",
     "jagged",
@@ -61,7 +63,7 @@ _HOMES = {
     "PipelineConfig": "config",
     "PoolingType": "types",
 }
-_SUBMODULES = ("errors", "init", "jagged", "nn", "optim", "policy")
+_SUBMODULES = ("checkpoint", "errors", "init", "jagged", "nn", "optim", "policy")
 
 
 def __getattr__(name: str) -> Any:

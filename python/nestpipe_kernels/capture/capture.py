@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nestpipe_kernels.capture.align import Aligner, Unaligned
 from nestpipe_kernels.capture.features import Received, receive, same_features
+from nestpipe_kernels.capture.modules import model_generators
 from nestpipe_kernels.capture.probe import ModelState, eager_only, preserved_random_state
 from nestpipe_kernels.capture.program import Call, Program
 from nestpipe_kernels.capture.split import SplitBatch, batch_size_of, split
@@ -185,7 +186,8 @@ def capture_inputs(
     """Find out how the inputs of embedding modules come from a batch.
 
     Runs `call_model(model, part)` twice (a third time if that is not conclusive), for copies of samples of `batch` at
-    two batch sizes, in the model's modes and with gradients enabled, without a backward. Random state, buffers,
+    two batch sizes, in the model's modes and with gradients enabled, without a backward. Random state (that of
+    torch.Generator objects in the model's modules included), buffers,
     parameters, gradients and modes are as before afterwards; nothing is looked up. Plain Python attributes that forward
     sets are not put back.
 
@@ -213,7 +215,7 @@ def capture_inputs(
 
     state = ModelState(model)
     try:
-        with preserved_random_state(), eager_only():
+        with preserved_random_state(model_generators(model).values()), eager_only():
             first, second = (probe(index) for index in indices)
             try:
                 return CapturedInputs(names, _program(first, second, names))

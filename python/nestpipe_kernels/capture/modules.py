@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-__all__ = ["batch_coupled_modules", "embedding_modules", "running_statistics", "warn_batch_coupled"]
+__all__ = ["batch_coupled_modules", "embedding_modules", "model_generators", "running_statistics", "warn_batch_coupled"]
 
 
 def embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -31,6 +32,16 @@ def batch_coupled_modules(model: nn.Module) -> list[str]:
         if (isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats))
         and (module.training or not model.training)
     ]
+
+
+def model_generators(model: nn.Module) -> dict[str, torch.Generator]:
+    """The torch.Generator objects that modules of a model hold as attributes, by `model.PATH.ATTRIBUTE`."""
+    return {
+        ".".join(part for part in ("model", path, attribute) if part): value
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Generator)
+    }
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ __all__ = ["ModelState", "eager_only", "preserved_random_state"]
 
 
 @contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Random state of torch (CPU, and CUDA if in use), numpy and `random`, restored on leaving."""
+def preserved_random_state(own: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Random state of torch (CPU, and CUDA if in use), numpy, `random` and generators `own`, restored on leaving."""
+    owned = [(generator, generator.get_state()) for generator in own]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     cpu, numpy_state, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
@@ -29,6 +30,8 @@ def preserved_random_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         np.random.set_state(numpy_state)
         random.setstate(python)
+        for generator, state in owned:
+            generator.set_state(state)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -28,6 +28,7 @@ from .agree import agree, exchange_failures, share_dense
 from .dense import check_optimizer, dense_parameters
 from .graph import Graph, Unrolled
 from .model_call import call_model
+from .position import Position
 from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
 from .step import Step, make_step
@@ -127,6 +128,7 @@ class NestedPipeline:
         self._needs_retrieval = False
         self._source: Source | None = None
         self._parked: dict[int, Source] = {}
+        self._position = Position(model)
         self._loss_fn = loss_fn
         self._inside = False
         self._closed = False
@@ -143,7 +145,7 @@ class NestedPipeline:
         Left early (by break, or an error), the batch drawn ahead is dropped with the loader's iterator. Pass an
         iterator to keep it: a later `run` or `progress` with the same iterator goes on with that batch.
         """
-        iterator = iter(loader)
+        iterator = self._position.open(loader, self.model.training)
         try:
             while True:
                 try:
@@ -281,11 +283,15 @@ class NestedPipeline:
             return
         self._pause()
         self._park()
-        source = self._parked.pop(id(iterator), None) or Source(iterator)
+        source = self._parked.pop(id(iterator), None) or self._new_source(iterator, training=True)
         self._source = self.rank.source = source
+        self._position.select(source)
         drawn, source.drawn = source.drawn, None
         if drawn is not None:
             self._pending = self._again(drawn)
+
+    def _new_source(self, iterator: Iterator[Any], training: bool) -> Source:
+        return Source(iterator, position=self._position.adopt(iterator, training))
 
     def _park(self) -> None:
         """Keep the batch that was drawn ahead, as it was drawn, for when its iterator comes back."""
@@ -311,7 +317,9 @@ class NestedPipeline:
 
     def _draw(self, clock: int, during: int | None = None) -> BatchState:
         batch = self._new_batch(clock)
-        self._scheduler.run_caller("prefetch", batch, report_as=during)
+        assert self._source is not None
+        with self._position.drawing(self._source, batch, self.rank.communicator.rank):
+            self._scheduler.run_caller("prefetch", batch, report_as=during)
         return batch
 
     def _train(self, iterator: Iterator[Any]) -> Step:
@@ -364,6 +372,7 @@ class NestedPipeline:
             )
         self._next_index = batch.index
         self._pending = self._source = self.rank.source = None
+        self._position.finished()
         self._scheduler.reset(self._next_index)
 
     def _result(self, batch: BatchState) -> Step:
@@ -422,6 +431,68 @@ class NestedPipeline:
         self._scheduler.drain()
         self._forget_pending()
 
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def add_generator(self, name: str, generator: torch.Generator) -> None:
+        """Let checkpoints hold the state of a generator that is neither the model's nor the loader's attribute.
+
+        Those of the process (torch, `random`, numpy, CUDA), torch.Generator attributes of the model's modules and those
+        of the loader and its sampler are known without this. Call it before training.
+
+        Raises:
+            TypeError: not a torch.Generator. ValueError: the name is in use for another one.
+        """
+        self._position.add_generator(name, generator)
+
+    def settle(self) -> None:
+        """Make the stores show the state after the last returned batch, without effects of batches drawn ahead.
+
+        Local to this rank; training goes on unchanged.
+
+        Raises:
+            RuntimeError: the pipeline is closed, broken, or inside a step.
+        """
+        self._check_usable()
+        self._before_outside_access()
+
+    def export_position(self, loader: Any = None) -> dict[str, Any]:
+        """For nk.checkpoint: {"step_count", "trained", "loader", "generators"} of this rank, after `settle`.
+
+        Raises:
+            CheckpointError: `loader` is not the one that the pipeline draws from.
+        """
+        source, pending = self._position.current, self._pending
+        if source is not None and source is not self._source:
+            pending = source.drawn
+        return {
+            "step_count": self.rank.step_count,
+            "trained": self._trained if pending is None else pending.clock,
+            **self._position.save(pending if source is not None else None, loader),
+        }
+
+    def import_position(
+        self,
+        step_count: int,
+        trained: int,
+        record: dict[str, Any],
+        generators: dict[str, Any] | None,
+        loader: Any = None,
+    ) -> None:
+        """For nk.checkpoint: forget batches drawn so far and continue from a position that `export_position` gave.
+
+        Raises:
+            CheckpointError: the loader refuses its state.
+        """
+        self.settle()
+        if self._pending is not None:
+            self._next_index = self._pending.index
+        self._pending, self._needs_retrieval = None, False
+        self._source = self.rank.source = None
+        self._parked.clear()
+        self._scheduler.reset(self._next_index)
+        self.rank.step_count, self._trained = step_count, trained
+        self._position.load(record, generators, loader)
+
     # -------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, iterator: Iterator[Any]) -> Step:
@@ -429,7 +500,7 @@ class NestedPipeline:
         self._pause()
         if self._source is not None and self._source.iterator is iterator:
             self._park()
-        source = self._parked.pop(id(iterator), None) or Source(iterator)
+        source = self._parked.pop(id(iterator), None) or self._new_source(iterator, training=False)
         batch = BatchState(
             self._evaluated, f"e{self._evaluated}", self._trained, training=False, timeout_s=self.config.timeout_s
         )
@@ -440,13 +511,17 @@ class NestedPipeline:
         self.rank.source = source
         try:
             for node in self._evaluation.nodes:
-                if node.stage != "prefetch" or drawn is None:
-                    run_stage(self._evaluation.graph.by_name[node.stage].function, self.rank, batch, node.micro)
+                stage = self._evaluation.graph.by_name[node.stage]
+                if node.stage != "prefetch":
+                    run_stage(stage.function, self.rank, batch, node.micro)
+                elif drawn is None:
+                    with self._position.drawing(source, batch, self.rank.communicator.rank):
+                        run_stage(stage.function, self.rank, batch, node.micro)
         finally:
             self.rank.source = self._source
         if batch.ended:
             raise StopIteration
-        if source.exhausted:
+        if source.exhausted or source is self._position.current:
             self._parked[id(iterator)] = source
         failure = batch.failure or batch.remote
         if failure is not None:

@@ -37,6 +37,15 @@ class EagerContext:
         self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []
         self._calls = 0
 
+    @property
+    def step_count(self) -> int:
+        """Updates done so far."""
+        return self._rank.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._rank.step_count = count
+
     def lookup(self, module: EmbeddingModule, features: Any) -> Any:
         """Exchange keys and rows for `features` and pool them. Collective."""
         training = torch.is_grad_enabled() and bool(getattr(module, "training", True))

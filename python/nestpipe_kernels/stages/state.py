@@ -68,6 +68,8 @@ class Source:
     """Parked while batches of another iterator run."""
     abandoned: bool = False
     """Nobody else has the iterator any more: what was drawn is dropped instead of parked."""
+    position: Any = None
+    """What the pipeline notes about how far the iterator is."""
 
 
 @dataclass
