@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ Row = tuple[bytes, int, int]
 """(embedding, state and updates as bytes, last_used, frequency)."""
 
 
-@dataclass
-class Adam2(Adam):
-    """Adam with names for its slots, whether or not the rule gives them."""
-
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        return (("exp_avg", dim), ("exp_avg_sq", dim))
-
-
 def specs(capacity: int | None = None) -> list[TableSpec]:
     """An open table, a fixed one, and one that no feature ever uses."""
     init = Uniform(-0.5, 0.5)
@@ -45,7 +36,7 @@ def specs(capacity: int | None = None) -> list[TableSpec]:
 
 
 def make_store(dim: int = 4, tables: Sequence[TableSpec] | None = None, optimizer: Any = None) -> EmbeddingStore:
-    return EmbeddingStore(tables or specs(), dim=dim, optimizer=optimizer or Adam2())
+    return EmbeddingStore(tables or specs(), dim=dim, optimizer=optimizer or Adam())
 
 
 def all_keys() -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .filesystem import explained, open_regular
 from .layout import DTYPES, MAX_HEADER_BYTES, FileRecord, Layout, Region, file_layout, record_layout
+from .workers import NUM_WORKERS
 
 __all__ = ["TensorFile", "open_tensor_file"]
 
@@ -31,7 +32,7 @@ _PIECE = 8 << 20
 class TensorFile:
     """An open file of a checkpoint. Reads that run through a tensor from its start check its digest at its end.
 
-    Not for several threads at once. Use as a context manager, or call `close`.
+    Several threads may read different tensors at the same time. Use as a context manager, or call `close`.
     """
 
     def __init__(self, path: Path, descriptor: int, regions: dict[str, Region], digests: dict[str, str]) -> None:
@@ -74,7 +75,7 @@ class TensorFile:
         return out
 
     def chunks(self, names: Sequence[str], rows: int, ahead: int = 1) -> Iterator[dict[str, Tensor]]:
-        """The same rows of several tensors, `rows` at a time, read and hashed by a thread `ahead` chunks further.
+        """The same rows of several tensors, `rows` at a time, read and hashed by threads, up to `ahead` chunks further.
 
         The tensors must have the same first dimension. Digests of all of them have been checked when the iterator ends.
         Raises as `read`.
@@ -82,8 +83,7 @@ class TensorFile:
         num_rows = {self._region(name).shape[0] for name in names}
         if len(num_rows) != 1:
             raise CheckpointError(f"checkpoint: {self.path}: tensors {list(names)} differ in their number of rows")
-        total = num_rows.pop()
-        return _read_ahead(self, list(names), total, max(1, rows), ahead)
+        return _read_ahead(self, list(names), num_rows.pop(), max(1, rows), ahead)
 
     def announce(self, name: str, first_row: int, rows: int) -> None:
         """Ask the system to read rows that will be wanted soon."""
@@ -142,39 +142,33 @@ class TensorFile:
 
 
 def _read_ahead(file: TensorFile, names: list[str], total: int, rows: int, ahead: int) -> Iterator[dict[str, Tensor]]:
-    ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-    stopped = threading.Event()
-
-    def run() -> None:
-        try:
-            for first in range(0, total, rows):
-                if stopped.is_set():
-                    return
-                for name in names:
-                    file.announce(name, first + rows, min(rows, total - first - rows))
-                ready.put({name: file.read(name, first, min(rows, total - first)) for name in names})
-            for name in names if total == 0 else []:
-                file.read(name)
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=run, name=f"read {file.path.name}", daemon=True)
-    thread.start()
+    """Chunks in order. A tensor's chunks are read one after another; tensors are read side by side."""
+    chunks = [(first, min(rows, total - first)) for first in range(0, total, rows)] or [(0, 0)]
+    under_way: deque[dict[str, Future[Tensor]]] = deque()
+    pools = [ThreadPoolExecutor(1, f"read {file.path.name}") for _ in range(NUM_WORKERS)]
+    lanes = _balanced(file, names)
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            del item
+        for first, count in chunks:
+            for name in names:
+                file.announce(name, first + rows * (ahead + 1), min(rows, total - first - rows * (ahead + 1)))
+            under_way.append({name: pools[lanes[name]].submit(file.read, name, first, count) for name in names})
+            if len(under_way) > ahead:
+                yield {name: one.result() for name, one in under_way.popleft().items()}
+        while under_way:
+            yield {name: one.result() for name, one in under_way.popleft().items()}
     finally:
-        stopped.set()
-        while thread.is_alive():
-            try:
-                ready.get(timeout=0.01)
-            except queue.Empty:
-                continue
-        thread.join()
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
+
+
+def _balanced(file: TensorFile, names: list[str]) -> dict[str, int]:
+    """A lane for each tensor, so that lanes have about the same number of bytes."""
+    load = [0] * NUM_WORKERS
+    lanes = {}
+    for name in sorted(names, key=lambda one: -file.regions[one].size):
+        lanes[name] = load.index(min(load))
+        load[lanes[name]] += file.regions[name].size
+    return lanes
 
 
 # ---------------------------------------------------------------------------------------------------------- opening

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +14,23 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .filesystem import create_temporary, explained, publish, remove_if_there
 from .layout import FileRecord, TensorRecord, dtype_name, file_layout
+from .workers import OrderedWorkers
 
 __all__ = ["TensorFileWriter"]
 
 _PIECE = 8 << 20
 """Bytes that are hashed and written at once."""
-_THREAD_FROM = 4 << 20
-"""Bytes of a file from which on a thread of its own hashes and writes."""
-_CHUNKS_BEHIND = 16
-"""Chunks that wait to be written: some rows' worth, as each tensor of a file gets one of its own."""
+_THREADS_FROM = 4 << 20
+"""Bytes of a file from which on threads hash and write."""
+_BYTES_BEHIND = 16 << 20
+"""What may wait to be written, bytes."""
 
 
 class TensorFileWriter:
     """Writes one file beside its final name, and gives it that name when all is on the disk.
 
-    Rows of each tensor are given in order; tensors may take turns. Hashing and writing happen in a thread of its own,
-    some chunks behind, so a chunk must not be changed after it was given. Use as a context manager: leaving
+    Rows of each tensor are given in order; tensors may take turns. Hashing and writing happen in threads of its own,
+    up to 16 MiB behind, so a chunk must not be changed after it was given. Use as a context manager: leaving
     it before `close` returned removes the temporary file.
 
     Args:
@@ -49,9 +48,7 @@ class TensorFileWriter:
         self._written = dict.fromkeys(self._layout.regions, 0)
         self._hashes = {name: hashlib.sha256() for name in self._layout.regions}
         self._descriptor, self._temporary = create_temporary(self.path)
-        self._failure: BaseException | None = None
-        self._queue: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(maxsize=_CHUNKS_BEHIND)
-        self._thread: threading.Thread | None = None
+        self._workers = OrderedWorkers(_BYTES_BEHIND, f"write {self.path.name}")
         try:
             self._put(self._layout.prefix, 0)
         except BaseException:
@@ -87,10 +84,14 @@ class TensorFileWriter:
                 f"checkpoint: {self.path}: tensor {name!r} has {region.size} bytes, got {at + len(data)}"
             )
         self._written[name] = at + len(data)
-        if self._layout.size < _THREAD_FROM:
+        if self._layout.size < _THREADS_FROM:
             self._store(name, region.offset + at, data)
-        else:
-            self._hand_over((name, region.offset + at, data))
+            return
+        try:
+            self._workers.put(name, lambda: self._store(name, region.offset + at, data), len(data))
+        except BaseException:
+            self.abort()
+            raise
 
     def close(self) -> FileRecord:
         """Wait for everything, sync, give the file its name, and say what it holds.
@@ -102,7 +103,7 @@ class TensorFileWriter:
             OSError: something could not be written; the temporary file is gone.
         """
         try:
-            self._finish_thread()
+            self._workers.finish()
             for name, region in self._layout.regions.items():
                 if self._written[name] != region.size:
                     raise CheckpointError(
@@ -129,11 +130,7 @@ class TensorFileWriter:
         """Give up: the temporary file goes. Nothing happens after `close`."""
         if self._descriptor < 0:
             return
-        self._failure = self._failure or CheckpointError(f"checkpoint: {self.path}: given up")
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        self._workers.cancel()
         os.close(self._descriptor)
         self._descriptor = -1
         remove_if_there(self._temporary)
@@ -145,33 +142,6 @@ class TensorFileWriter:
         self.abort()
 
     # ------------------------------------------------------------------------------------------------------ writing
-
-    def _hand_over(self, work: tuple[str, int, Any]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"write {self.path.name}", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
-        if self._failure is not None:
-            failure = self._failure
-            self.abort()
-            raise failure
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._failure is None:
-                try:
-                    self._store(*work)
-                except BaseException as error:
-                    self._failure = error
-            del work
-
-    def _finish_thread(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            raise self._failure
 
     def _store(self, name: str, offset: int, data: Any) -> None:
         for start in range(0, len(data), _PIECE):

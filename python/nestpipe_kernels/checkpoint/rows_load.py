@@ -201,10 +201,11 @@ class _Load:
         """Rows of all targets, which are empty."""
         loaded: dict[str, int] = {}
         for target in self.targets:
-            rows = 0
+            rows, parts = 0, row_parts(target.store)
+            buffer = torch.zeros((rows_per_chunk(parts), parts.row_floats), dtype=torch.float32)
             for file in self._files(target):
                 for chunk in self._chunks(target, file, self._tensor_names(target)):
-                    self._insert(target, chunk)
+                    self._insert(target, chunk, buffer)
                     rows += chunk.keys.numel()
             size = target.store.size(target.spec.name)
             if size != rows:
@@ -236,11 +237,12 @@ class _Load:
         saved = self.manifest.table(target.source)
         same_hash = saved.hash_name == target.spec.name
         hashes = _hash_of(saved.hash_name)
+        identity = torch.arange(NUM_SLICES, dtype=torch.int32)
         path = self.directory / file.name
         with open_tensor_file(path, self.manifest.files[file.name]) as source:
             for tensors in source.chunks(names, rows_per_chunk(row_parts(target.store))):
                 keys = tensors["keys"]
-                slices = owners(keys, None, hashes, torch.arange(NUM_SLICES, dtype=torch.int32))
+                slices = owners(keys, None, hashes, identity)
                 _check_rows(path, saved, file, tensors, slices)
                 if same_hash:
                     mine = self.slice_owner[slices.to(torch.int64)] == self.rank
@@ -252,13 +254,13 @@ class _Load:
 
     # --------------------------------------------------------------------------------------------------- inserting
 
-    def _insert(self, target: TableTarget, chunk: _Chunk) -> None:
+    def _insert(self, target: TableTarget, chunk: _Chunk, buffer: Tensor) -> None:
         size = chunk.keys.numel()
         if size == 0:
             return
         parts = row_parts(target.store)
         tables = _table_numbers(chunk.keys, target.table)
-        rows = torch.zeros((size, parts.row_floats), dtype=torch.float32)
+        rows = buffer[:size]
         if self.optimizer_state:
             for name, _ in parts.slots:
                 parts.slot(rows, name).copy_(chunk.tensors[f"state.{name}"])

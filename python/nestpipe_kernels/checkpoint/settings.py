@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,7 @@ def row_parts(store: RowStore) -> RowParts:
     data_type = getattr(store, "data_type", None)
     storage = torch.float32 if data_type is None else DTYPES[STORAGE_TYPES[data_type.value]]
     words = int(getattr(store, "embedding_words", store.dim))
-    return RowParts(store.dim, storage, words, tuple(_slots(store.optimizer, store.dim)), store.row_floats)
+    return RowParts(store.dim, storage, words, tuple(store.optimizer.slots(store.dim)), store.row_floats)
 
 
 def table_record(store: RowStore, table: int, name: str) -> TableRecord:
@@ -105,14 +104,6 @@ def _plain(value: Any) -> Any:
     if callable(value):
         return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return described(value) if dataclasses.is_dataclass(value) else type(value).__qualname__
-
-
-def _slots(optimizer: Any, dim: int) -> Sequence[tuple[str, int]]:
-    if hasattr(optimizer, "slots"):
-        found: Sequence[tuple[str, int]] = optimizer.slots(dim)
-        return found
-    total = optimizer.state_floats(dim)
-    return (("state", total),) if total else ()
 
 
 def _finite(table: str, hyper: dict[str, float]) -> dict[str, float]:
