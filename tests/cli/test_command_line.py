@@ -21,7 +21,10 @@ def _fails(capsys, *arguments: str) -> tuple[int, str]:
     return code, text
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["doctor"], ["bench"], ["bench", "train_step"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["train"], ["doctor"], ["bench"], ["bench", "train_step"], ["checkpoint"], ["checkpoint", "reshard"]],
+)
 def test_every_command_has_help(capsys, command: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
@@ -42,6 +45,14 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
         (["train", "--timeout", "-1"], "argument --timeout: must be a finite number > 0, got '-1'"),
         (["train", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
         (["bench", "everything"], "argument CASE: invalid choice: 'everything'"),
+        (["checkpoint"], "the following arguments are required: TOOL"),
+        (["checkpoint", "inspect"], "the following arguments are required: PATH"),
+        (["checkpoint", "reshard", "x", "--ranks", "2"], "one of the arguments --out --in-place is required"),
+        (
+            ["checkpoint", "reshard", "x", "--ranks", "0", "--in-place"],
+            "argument --ranks: must be an integer >= 1, got",
+        ),
+        (["checkpoint", "diff", "a", "b", "--metadata", "--embeddings-only"], "not allowed with argument --metadata"),
         (["bench", "train_step", "--zipf", "inf"], "argument --zipf: must be a finite number >= 0, got 'inf'"),
     ],
 )

@@ -53,10 +53,10 @@ def _commands() -> list[list[str]]:
 
 
 def test_commands_in_documents_parse(monkeypatch) -> None:
-    from nestpipe_kernels.cli import bench, doctor, options
+    from nestpipe_kernels.cli import bench, checkpoint, doctor, options
 
     ran = []
-    for module in (bench, doctor, options):
+    for module in (bench, checkpoint, doctor, options):
         monkeypatch.setattr(module, "_run", lambda parsed, arguments: ran.append(arguments) or 0)
     commands = [c for c in _commands() if not any(w.isupper() or "[" in w for w in c)]
     assert len(commands) >= 6

@@ -92,16 +92,26 @@ class TensorFile:
             begin = region.offset + first_row * region.row_bytes
             os.posix_fadvise(self._descriptor, begin, rows * region.row_bytes, os.POSIX_FADV_WILLNEED)
 
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes front to back, whatever its shape, 8 MiB at most at a time.
+
+        Each piece is overwritten by the next. The digest has been compared when the iterator ends. Raises as `read`.
+        """
+        region = self._region(name)
+        hasher = hashlib.sha256()
+        buffer = memoryview(bytearray(min(_PIECE, region.size)))
+        for at in range(0, region.size, _PIECE):
+            piece = buffer[: min(_PIECE, region.size - at)]
+            self._read_into(name, piece, region.offset + at)
+            hasher.update(piece)
+            yield piece
+        self._check_digest(name, hasher)
+
     def verify(self) -> None:
         """Read everything and compare all digests. Raises as `read`; the message names file and tensor."""
-        for name, region in self.regions.items():
-            hasher = hashlib.sha256()
-            buffer = memoryview(bytearray(min(_PIECE, region.size)))
-            for at in range(0, region.size, _PIECE):
-                piece = buffer[: min(_PIECE, region.size - at)]
-                self._read_into(name, piece, region.offset + at)
-                hasher.update(piece)
-            self._check_digest(name, hasher)
+        for name in self.regions:
+            for _ in self.pieces(name):
+                pass
 
     def close(self) -> None:
         """Idempotent."""

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .manifest_parts import TableRecord, files_from_field, files_to_json
 from .names import LOCK_NAME, MANIFEST_NAME, MAX_GENERATION, generation_of
 from .writer_facts import writer_facts
 
-__all__ = ["Generation", "RankPart", "save_generation"]
+__all__ = ["Generation", "RankPart", "Saving", "save_generation", "saving_into"]
 
 _DOING = "saving a checkpoint"
 _SHARED_SETTINGS = (
@@ -153,6 +153,42 @@ def _write_and_commit(
             failure = error
     agree(communicator, failure, _DOING)
     return manifest
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A directory that one process alone writes a new generation into; see `saving_into`."""
+
+    directory: Path
+    number: int
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the written files the checkpoint; files of other generations go. Raises CheckpointError or OSError."""
+        sync_directory(self.directory)
+        _check_files_are_here(self.directory, manifest)
+        manifest.save(self.directory)
+        _remove_others(self.directory, self.number)
+
+
+@contextlib.contextmanager
+def saving_into(directory: str | os.PathLike[str]) -> Iterator[Saving]:
+    """For a process that writes the files of all ranks: what `save_generation` does around them.
+
+    Without a commit the files of the generation go at the end, and the checkpoint that was there is whole.
+
+    Raises:
+        CheckpointError, OSError: as `save_generation`.
+    """
+    directory = Path(directory)
+    lock = _Lock()
+    try:
+        number = _prepare(directory, lock)
+        try:
+            yield Saving(directory, number)
+        finally:
+            _clean_up(directory, number)
+    finally:
+        lock.release()
 
 
 # ------------------------------------------------------------------------------------------------------- rank 0's part

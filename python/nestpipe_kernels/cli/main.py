@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from nestpipe_kernels import __version__
 from nestpipe_kernels.cli.bench import add_bench
+from nestpipe_kernels.cli.checkpoint import add_checkpoint
 from nestpipe_kernels.cli.doctor import add_doctor
 from nestpipe_kernels.cli.options import add_train
 from nestpipe_kernels.config import environment
@@ -70,5 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_train(commands)
     add_bench(commands)
+    add_checkpoint(commands)
     add_doctor(commands)
     return parser

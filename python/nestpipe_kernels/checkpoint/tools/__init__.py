@@ -1,0 +1,1 @@
+"""Tools for checkpoint directories: inspect, verify, reshard, diff. They load no model."""
