@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,18 +18,28 @@ namespace {
 
 using Address = std::uintptr_t;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-// (name, seed, init kind, first, second, quota)
-using TableTuple = std::tuple<std::string, std::uint64_t, int, double, double, std::int64_t>;
+// (kind, parameters)
+using InitTuple = std::pair<int, std::pair<double, double>>;
+// (kind, count, filter cells, probability, seed)
+using AdmissionTuple = std::tuple<int, std::int64_t, std::int64_t, double, std::uint64_t>;
+// (kind, rows to keep, steps, interval)
+using EvictionTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
+// (name, seed, initial values, quota, values of absent keys, admission, eviction)
+using TableTuple = std::tuple<std::string, std::uint64_t, InitTuple, std::int64_t,
+                              std::optional<InitTuple>, AdmissionTuple, EvictionTuple>;
+using CountersTuple =
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+Initializer to_initializer(const InitTuple& init) {
+  return {static_cast<InitKind>(init.first), init.second.first, init.second.second};
+}
 
 KeySpan key_span(Address keys, Address tables, std::int64_t size) {
   return {as_pointer<const std::int64_t>(keys), as_pointer<const std::int32_t>(tables), size};
 }
 
-RetrievalSpan retrieval_span(Address handles, Address status, Address previous_last_used,
-                             Address previous_frequency) {
-  return {as_pointer<std::int64_t>(handles), as_pointer<std::uint8_t>(status),
-          as_pointer<std::int64_t>(previous_last_used),
-          as_pointer<std::int64_t>(previous_frequency)};
+RetrievalSpan retrieval_span(const std::pair<Address, Address>& out) {
+  return {as_pointer<std::int64_t>(out.first), as_pointer<std::uint8_t>(out.second)};
 }
 
 MetadataSpan metadata_span(Address last_used, Address frequency) {
@@ -39,29 +50,75 @@ std::unique_ptr<EmbeddingStore> make_store(std::int64_t dim, std::int64_t state_
                                            float state_init, std::uint64_t limit_bytes,
                                            const std::vector<TableTuple>& tables) {
   StoreConfig config{dim, state_floats, state_init, limit_bytes, {}};
-  for (const auto& [name, seed, kind, first, second, quota] : tables) {
-    config.tables.push_back(
-        {hash_name(name), seed, {static_cast<InitKind>(kind), first, second}, quota});
+  for (const auto& [name, seed, init, quota, absent, admission, eviction] : tables) {
+    TableConfig table{hash_name(name), seed, to_initializer(init), quota, {}, false, {}, {}};
+    if (absent.has_value()) {
+      table.absent = to_initializer(*absent);
+      table.has_absent = true;
+    }
+    const auto& [admission_kind, count, filter_cells, probability, admission_seed] = admission;
+    table.admission = {static_cast<AdmissionKind>(admission_kind), count, filter_cells, probability,
+                       admission_seed};
+    const auto& [eviction_kind, keep, steps, interval] = eviction;
+    table.eviction = {static_cast<EvictionKind>(eviction_kind), keep, steps, interval};
+    config.tables.push_back(table);
   }
   return std::make_unique<EmbeddingStore>(config);
 }
 
+template <typename T>
+py::bytearray as_bytes(const std::vector<T>& values) {
+  return py::bytearray(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+template <typename T>
+std::vector<T> as_vector(Address from, std::int64_t size) {
+  const auto* const data = as_pointer<const T>(from);
+  return std::vector<T>(data, data + size);
+}
+
+// `function` gets (table, keys, last_used, frequency, batch, address of the scores): byte strings
+// of int64, and where to write as many float64.
+ScoreFunction score_function(const py::object& function) {
+  if (function.is_none()) return {};
+  return [&function](const ScoreArguments& rows, double* scores) {
+    const py::gil_scoped_acquire locked;
+    function(rows.table, as_bytes(rows.keys), as_bytes(rows.last_used), as_bytes(rows.frequency),
+             rows.batch, reinterpret_cast<Address>(scores));
+  };
+}
+
+void retrieve(EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address counts,
+              std::int64_t batch, const py::object& score, const std::pair<Address, Address>& out,
+              RetrievalJournal& journal) {
+  const ScoreFunction function = score_function(score);
+  const py::gil_scoped_release unlocked;
+  self.retrieve(key_span(keys, tables, size), as_pointer<const std::int64_t>(counts), batch,
+                function, retrieval_span(out), &journal);
+}
+
 // Calls that search or change keys.
 void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
-  store.def(
-      "retrieve",
-      [](EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address counts,
-         std::int64_t batch, Address handles, Address status,
-         std::pair<Address, Address> previous) {
-        self.retrieve(key_span(keys, tables, size), as_pointer<const std::int64_t>(counts), batch,
-                      retrieval_span(handles, status, previous.first, previous.second));
-      },
-      Unlocked());
+  store.def("retrieve", &retrieve);
   store.def(
       "undo",
-      [](EmbeddingStore& self, std::int64_t size, Address handles, Address status,
-         std::pair<Address, Address> previous) {
-        self.undo(retrieval_span(handles, status, previous.first, previous.second), size);
+      [](EmbeddingStore& self, std::int64_t size, const std::pair<Address, Address>& retrieval,
+         RetrievalJournal& journal) { self.undo(retrieval_span(retrieval), size, &journal); },
+      Unlocked());
+  store.def("evicted", [](const EmbeddingStore& self, const RetrievalJournal& journal) {
+    EvictedKeys gone;
+    {
+      const py::gil_scoped_release unlocked;
+      gone = self.evicted(journal);
+    }
+    return py::make_tuple(as_bytes(gone.keys), as_bytes(gone.tables));
+  });
+  store.def(
+      "load_rows",
+      [](EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address rows,
+         Address last_used, Address frequency) {
+        return self.load_rows(key_span(keys, tables, size), as_pointer<const float>(rows),
+                              metadata_span(last_used, frequency));
       },
       Unlocked());
   store.def(
@@ -139,16 +196,55 @@ py::tuple export_table(const EmbeddingStore& self, std::int64_t table) {
     const py::gil_scoped_release unlocked;
     self.export_table(table, &keys, &handles);
   }
-  const auto as_bytes = [](const std::vector<std::int64_t>& values) {
-    return py::bytearray(reinterpret_cast<const char*>(values.data()),
-                         values.size() * sizeof(std::int64_t));
-  };
   return py::make_tuple(as_bytes(keys), as_bytes(handles));
+}
+
+// What is known about keys beside their rows.
+void bind_counts_of_store(py::class_<EmbeddingStore>& store) {
+  store.def("last_batch", &EmbeddingStore::last_batch, Unlocked());
+  store.def(
+      "counters",
+      [](const EmbeddingStore& self, std::int64_t table) {
+        const TableCounters counters = self.counters(table);
+        return CountersTuple(counters.inserted, counters.evicted, counters.expired,
+                             counters.refused, counters.not_admitted);
+      },
+      Unlocked());
+  store.def(
+      "set_counters",
+      [](EmbeddingStore& self, std::int64_t table, const CountersTuple& counters) {
+        const auto& [inserted, evicted, expired, refused, not_admitted] = counters;
+        self.set_counters(table, {inserted, evicted, expired, refused, not_admitted});
+      },
+      Unlocked());
+  store.def("admission_state", [](const EmbeddingStore& self, std::int64_t table) {
+    CountsState state;
+    {
+      const py::gil_scoped_release unlocked;
+      state = self.admission_state(table);
+    }
+    return py::make_tuple(as_bytes(state.keys), as_bytes(state.counts), as_bytes(state.cells));
+  });
+  store.def(
+      "load_admission_state",
+      [](EmbeddingStore& self, std::int64_t table, std::int64_t size, Address keys, Address counts,
+         std::pair<Address, std::int64_t> cells) {
+        CountsState state;
+        state.keys = as_vector<std::int64_t>(keys, size);
+        if (counts != 0) state.counts = as_vector<std::int64_t>(counts, size);
+        state.cells = as_vector<std::uint8_t>(cells.first, cells.second);
+        self.load_admission_state(table, state);
+      },
+      Unlocked());
+  store.def("filter_layout", [](const EmbeddingStore& self, std::int64_t table) {
+    return std::make_pair(self.filter_blocks(table), self.filter_cells_per_block(table));
+  });
 }
 
 }  // namespace
 
 void bind_store(py::module_& module) {
+  py::class_<RetrievalJournal>(module, "RetrievalJournal").def(py::init<>());
   py::class_<EmbeddingStore> store(module, "EmbeddingStore");
   store.def(py::init(&make_store), py::arg("dim"), py::arg("state_floats"), py::arg("state_init"),
             py::arg("limit_bytes"), py::arg("tables"));
@@ -169,13 +265,19 @@ void bind_store(py::module_& module) {
                                   as_pointer<std::int64_t>(out.second));
       },
       Unlocked());
-  store.def("memory", [](const EmbeddingStore& self) {
-    const StoreMemory memory = self.memory();
-    return py::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes);
-  });
+  store.def(
+      "memory",
+      [](const EmbeddingStore& self) {
+        const StoreMemory memory = self.memory();
+        return std::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes,
+                               memory.admission_bytes);
+      },
+      Unlocked());
   bind_keys_of_store(store);
   bind_rows_of_store(store);
+  bind_counts_of_store(store);
 
+  module.def("row_floats", &floats_per_row);
   module.def("hash_name", [](const std::string& name) { return hash_name(name); });
   module.def(
       "initial_values",

@@ -12,7 +12,7 @@
 namespace nestpipe {
 
 void EmbeddingStore::shard_sizes(std::int64_t table, std::int64_t* sizes) const {
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
   parallel_tasks(kNumShards, [&](std::int64_t shard) {
     std::int64_t count = 0;
@@ -28,7 +28,7 @@ std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int en
     throw std::out_of_range("store: index shards must lie in [0, 256], got " +
                             std::to_string(first) + " to " + std::to_string(end));
   }
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
   std::vector<std::vector<std::pair<std::int64_t, std::uint32_t>>> shards(end - first);
   parallel_tasks(end - first, [&](std::int64_t i) {

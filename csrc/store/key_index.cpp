@@ -88,6 +88,12 @@ std::uint32_t KeyIndex::erase(std::uint64_t hash, std::int64_t key) {
   return row;
 }
 
+std::uint64_t KeyIndex::bytes() const {
+  std::uint64_t sum = 0;
+  for (const Block& block : blocks_) sum += block.bytes();
+  return sum;
+}
+
 void KeyIndex::grow(std::uint32_t shard_number) {
   Shard& shard = shards_[shard_number];
   const std::uint64_t num_buckets = longer(shard.num_buckets, shard_number);

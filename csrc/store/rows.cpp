@@ -1,4 +1,5 @@
 // Rows and their records by handle: copies in and out, no search.
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -41,6 +42,17 @@ void EmbeddingStore::initial_row(std::int32_t table, std::int64_t key, float* ou
   for (std::int64_t i = dim_ + state_floats_; i < row_floats_; ++i) out[i] = 0.0f;
 }
 
+void EmbeddingStore::absent_row(std::int32_t table, std::int64_t key, float* out) const {
+  initial_row(table, key, out);
+  if (tables_[table]->config.has_absent) absent_embedding(table, key, out);
+}
+
+void EmbeddingStore::absent_embedding(std::int32_t table, std::int64_t key, float* out) const {
+  const TableConfig& config = tables_[table]->config;
+  const Initializer& init = config.has_absent ? config.absent : config.init;
+  initial_values(init, config.seed, config.hash, key, dim_, out);
+}
+
 void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
                             const std::int64_t* index, float* out, std::int64_t num_out) const {
   check_tables(in);
@@ -57,7 +69,7 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
     if (handles[j] >= 0) {
       std::memcpy(to, row(handles[j]), static_cast<std::size_t>(row_floats_) * sizeof(float));
     } else {
-      initial_row(in.tables[j], in.keys[j], to);
+      absent_row(in.tables[j], in.keys[j], to);
     }
   });
 }
@@ -82,8 +94,7 @@ void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan&
     if (handles[j] >= 0) {
       std::memcpy(out + j * dim_, row(handles[j]), static_cast<std::size_t>(dim_) * sizeof(float));
     } else {
-      const TableConfig& config = tables_[in.tables[j]]->config;
-      initial_values(config.init, config.seed, config.hash, in.keys[j], dim_, out + j * dim_);
+      absent_embedding(in.tables[j], in.keys[j], out + j * dim_);
     }
   });
 }
@@ -100,7 +111,7 @@ void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t 
 void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t size,
                                    const MetadataSpan& out) const {
   check_handles(handles, size);
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   for (std::int64_t j = 0; j < size; ++j) {
     out.last_used[j] = handles[j] < 0 ? -1 : record(handles[j])->last_used;
     out.frequency[j] = handles[j] < 0 ? 0 : record(handles[j])->frequency;
@@ -110,9 +121,10 @@ void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t siz
 void EmbeddingStore::write_metadata(const std::int64_t* handles, std::int64_t size,
                                     const MetadataSpan& in) {
   check_handles(handles, size);
-  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
   for (std::int64_t j = 0; j < size; ++j) {
     if (handles[j] < 0) continue;
+    last_batch_ = std::max(last_batch_, in.last_used[j]);
     record(handles[j])->last_used = in.last_used[j];
     record(handles[j])->frequency = in.frequency[j];
   }
@@ -120,7 +132,7 @@ void EmbeddingStore::write_metadata(const std::int64_t* handles, std::int64_t si
 
 void EmbeddingStore::export_table(std::int64_t table, std::vector<std::int64_t>* keys,
                                   std::vector<std::int64_t>* handles) const {
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   keys->clear();
   handles->clear();
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);

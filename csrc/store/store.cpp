@@ -1,20 +1,10 @@
-// Which keys exist: search, retrieval, undo, erasing.
-//
-// Inserting takes four passes over the keys that a search did not find, none of which depends on
-// the number of threads:
-//   1. grouped by shard, each key enters its index with its position among the missing as
-//   provisional row number; a key that is
-//      there already is a repetition of an earlier one;
-//   2. one thread numbers the rows in input order, within the quotas, and makes room for them;
-//   3. grouped by shard, provisional numbers become row numbers; refused keys leave the index;
-//   4. rows and records are written.
-// Memory is allocated in passes 1 and 2 only, and a failure there takes the provisional entries out
-// again.
+// Which keys exist: search, erasing, counters. Retrieval is in retrieval.cpp, eviction in
+// eviction.cpp.
 #include "nestpipe/store.h"
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -26,68 +16,14 @@ namespace {
 constexpr std::int64_t kKeysPerTask = 2048;
 // Keys whose cache lines are requested before the first of them is read.
 constexpr std::int64_t kBlock = 32;
-// Keys between a request for a cache line and its use.
-constexpr std::int64_t kAhead = 16;
+
+}  // namespace
 
 std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats) {
   const std::int64_t used = dim + state_floats + 1;
   const std::int64_t unit = used * 4 < 256 ? 4 : 16;
   return (used + unit - 1) / unit * unit;
 }
-
-// Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
-// order: each thread visits the owners that fall to it. Negative owners are skipped.
-// prefetch(owner[j]) comes some visits earlier.
-template <typename Prefetch, typename Visit>
-void for_each_in_owner_order(const std::int64_t* owner, std::int64_t size, bool backwards,
-                             const Prefetch& prefetch, const Visit& visit) {
-  const std::int64_t parts =
-      std::max<std::int64_t>(1, std::min<std::int64_t>(num_threads(), size / kKeysPerTask));
-  const auto part_of = [parts](std::int64_t owner_number) {
-    const std::uint32_t spread = static_cast<std::uint32_t>(owner_number) * 0x9E3779B1u;
-    return static_cast<std::int64_t>((spread * static_cast<std::uint64_t>(parts)) >> 32);
-  };
-  parallel_tasks(parts, [&](std::int64_t part) {
-    for (std::int64_t i = 0; i < size; ++i) {
-      if (i + kAhead < size) {
-        const std::int64_t later = owner[backwards ? size - 1 - i - kAhead : i + kAhead];
-        if (later >= 0 && part_of(later) == part) prefetch(later);
-      }
-      const std::int64_t j = backwards ? size - 1 - i : i;
-      if (owner[j] >= 0 && part_of(owner[j]) == part) visit(j);
-    }
-  });
-}
-
-}  // namespace
-
-struct EmbeddingStore::Missing {
-  static constexpr std::uint32_t kNotEntered = kNoRow;
-
-  KeySpan in;
-  std::vector<std::int64_t> positions;   // [m] where in the call, ascending
-  std::vector<std::uint32_t> by_shard;   // [m] indices into positions, grouped by shard, ascending
-  std::vector<std::int64_t> shard_ends;  // [kNumShards + 1]
-  std::vector<std::uint32_t> first;      // [m] the first of the missing with the same key
-  std::vector<std::uint32_t> rows;       // [m] of first ones: row number, kNoRow if refused
-
-  std::int64_t key(std::uint32_t i) const { return in.keys[positions[i]]; }
-  std::int32_t table(std::uint32_t i) const { return in.tables[positions[i]]; }
-
-  // Calls visit(i) for all missing keys, those of one shard in order on one thread, and prefetch(i)
-  // some visits earlier.
-  template <typename Prefetch, typename Visit>
-  void for_each_by_shard(const Prefetch& prefetch, const Visit& visit) const {
-    const auto count = static_cast<std::int64_t>(positions.size());
-    const std::int64_t shards_per_task = kNumShards * kKeysPerTask / count + 1;
-    parallel_ranges(kNumShards, shards_per_task, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t at = shard_ends[begin]; at < shard_ends[end]; ++at) {
-        if (at + kAhead < shard_ends[end]) prefetch(by_shard[at + kAhead]);
-        visit(by_shard[at]);
-      }
-    });
-  }
-};
 
 EmbeddingStore::EmbeddingStore(const StoreConfig& config)
     : dim_(config.dim),
@@ -96,7 +32,8 @@ EmbeddingStore::EmbeddingStore(const StoreConfig& config)
       row_floats_(floats_per_row(config.dim, config.state_floats)),
       memory_(config.limit_bytes),
       slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_),
-      records_(sizeof(Record), &memory_) {
+      records_(sizeof(Record), &memory_),
+      free_rows_(sizeof(std::uint32_t), &memory_) {
   if (dim_ < 1 || state_floats_ < 0) {
     throw std::invalid_argument("store: dim must be >= 1 and state_floats >= 0");
   }
@@ -138,168 +75,14 @@ void EmbeddingStore::search(const KeySpan& in, std::int64_t* handles) const {
 
 void EmbeddingStore::find(const KeySpan& in, std::int64_t* handles) const {
   check_tables(in);
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   search(in, handles);
-}
-
-void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
-                              const RetrievalSpan& out) {
-  check_tables(in);
-  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
-  search(in, out.handles);
-  insert_missing(in, out);
-  const auto request_record = [this](std::int64_t handle) {
-    __builtin_prefetch(record(handle), 1);
-  };
-  for (std::int64_t j = 0; j < in.size; ++j) {
-    if (out.handles[j] >= 0) continue;
-    out.previous_last_used[j] = -1;
-    out.previous_frequency[j] = 0;
-  }
-  for_each_in_owner_order(out.handles, in.size, false, request_record, [&](std::int64_t j) {
-    Record* const used = record(out.handles[j]);
-    out.previous_last_used[j] = used->last_used;
-    out.previous_frequency[j] = used->frequency;
-    if (batch >= 0) used->last_used = batch;
-    used->frequency += counts == nullptr ? 1 : counts[j];
-  });
-}
-
-void EmbeddingStore::insert_missing(const KeySpan& in, const RetrievalSpan& out) {
-  Missing missing{in, {}, {}, {}, {}, {}};
-  for (std::int64_t j = 0; j < in.size; ++j) {
-    out.status[j] = static_cast<std::uint8_t>(KeyStatus::kFound);
-    if (out.handles[j] < 0) missing.positions.push_back(j);
-  }
-  if (missing.positions.empty()) return;
-  if (missing.positions.size() >= kNoRow) throw std::length_error("store: too many keys in a call");
-  const auto count = static_cast<std::int64_t>(missing.positions.size());
-  try {
-    enter_provisionally(&missing);
-    number_rows(&missing);
-  } catch (...) {
-    withdraw(missing);
-    throw;
-  }
-  settle(missing);
-  parallel_ranges(count, kKeysPerTask / 8, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::uint32_t first = missing.first[i];
-      const std::uint32_t number = missing.rows[first];
-      const bool is_first = first == static_cast<std::uint32_t>(i);
-      const std::int64_t j = missing.positions[i];
-      out.handles[j] = number == kNoRow ? -1 : std::int64_t{number};
-      const KeyStatus status = number == kNoRow ? KeyStatus::kRefused
-                               : is_first       ? KeyStatus::kInserted
-                                                : KeyStatus::kFound;
-      out.status[j] = static_cast<std::uint8_t>(status);
-      if (status != KeyStatus::kInserted) continue;
-      initial_row(in.tables[j], in.keys[j], row(number));
-      *record(number) = Record{in.keys[j], -1, 0, in.tables[j], 0};
-    }
-  });
-}
-
-void EmbeddingStore::enter_provisionally(Missing* missing) {
-  const auto count = static_cast<std::uint32_t>(missing->positions.size());
-  const auto hash_of = [&](std::uint32_t i) {
-    return tables_[missing->table(i)]->index.hash(missing->key(i));
-  };
-  missing->first.assign(count, Missing::kNotEntered);
-  missing->rows.assign(count, kNoRow);
-  missing->by_shard.resize(count);
-  missing->shard_ends.assign(kNumShards + 1, 0);
-  for (std::uint32_t i = 0; i < count; ++i) ++missing->shard_ends[shard_of(hash_of(i)) + 1];
-  for (int s = 0; s < kNumShards; ++s) missing->shard_ends[s + 1] += missing->shard_ends[s];
-  std::vector<std::int64_t> next(missing->shard_ends.begin(), missing->shard_ends.end() - 1);
-  for (std::uint32_t i = 0; i < count; ++i) missing->by_shard[next[shard_of(hash_of(i))]++] = i;
-  const auto request_bucket = [&](std::uint32_t i) {
-    tables_[missing->table(i)]->index.prefetch(hash_of(i));
-  };
-  missing->for_each_by_shard(request_bucket, [&](std::uint32_t i) {
-    const std::uint32_t found =
-        tables_[missing->table(i)]->index.insert(hash_of(i), missing->key(i), i);
-    missing->first[i] = found == kNoRow ? i : found;
-  });
-}
-
-void EmbeddingStore::number_rows(Missing* missing) {
-  std::vector<std::int64_t> sizes;
-  for (const auto& table : tables_) sizes.push_back(table->size);
-  std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
-  std::uint32_t first_free = first_free_;
-  for (std::uint32_t i = 0; i < missing->rows.size(); ++i) {
-    if (missing->first[i] != i) continue;
-    std::int64_t& size = sizes[missing->table(i)];
-    const std::int64_t quota = tables_[missing->table(i)]->config.quota;
-    const bool table_full = quota >= 0 && size >= quota;
-    if (table_full || (first_free == kNoRow && num_rows >= std::int64_t{kNoRow})) continue;
-    ++size;
-    if (first_free != kNoRow) {
-      missing->rows[i] = first_free;
-      first_free = static_cast<std::uint32_t>(record(first_free)->key);
-    } else {
-      missing->rows[i] = static_cast<std::uint32_t>(num_rows++);
-    }
-  }
-  slabs_.reserve(static_cast<std::uint64_t>(num_rows));
-  records_.reserve(static_cast<std::uint64_t>(num_rows));
-  // Nothing can fail from here on.
-  num_rows_.store(num_rows, std::memory_order_relaxed);
-  first_free_ = first_free;
-  for (std::size_t t = 0; t < tables_.size(); ++t) tables_[t]->size = sizes[t];
-}
-
-void EmbeddingStore::settle(const Missing& missing) {
-  const auto request_bucket = [&](std::uint32_t i) {
-    const KeyIndex& index = tables_[missing.table(i)]->index;
-    index.prefetch(index.hash(missing.key(i)));
-  };
-  missing.for_each_by_shard(request_bucket, [&](std::uint32_t i) {
-    if (missing.first[i] != i) return;
-    KeyIndex& index = tables_[missing.table(i)]->index;
-    const std::uint64_t hash = index.hash(missing.key(i));
-    if (missing.rows[i] == kNoRow) {
-      index.erase(hash, missing.key(i));
-    } else {
-      index.assign(hash, missing.key(i), missing.rows[i]);
-    }
-  });
-}
-
-void EmbeddingStore::withdraw(const Missing& missing) {
-  for (std::uint32_t i = 0; i < missing.first.size(); ++i) {
-    if (missing.first[i] != i) continue;
-    KeyIndex& index = tables_[missing.table(i)]->index;
-    index.erase(index.hash(missing.key(i)), missing.key(i));
-  }
-}
-
-void EmbeddingStore::undo(const RetrievalSpan& retrieval, std::int64_t size) {
-  check_handles(retrieval.handles, size);
-  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
-  const auto request_record = [this](std::int64_t handle) {
-    __builtin_prefetch(record(handle), 1);
-  };
-  for_each_in_owner_order(retrieval.handles, size, true, request_record, [&](std::int64_t j) {
-    Record* const used = record(retrieval.handles[j]);
-    used->last_used = retrieval.previous_last_used[j];
-    used->frequency = retrieval.previous_frequency[j];
-  });
-  // Backwards, so that repeating the retrieval gives the keys the same rows.
-  for (std::int64_t j = size - 1; j >= 0; --j) {
-    if (retrieval.status[j] != static_cast<std::uint8_t>(KeyStatus::kInserted)) continue;
-    const Record* const inserted = record(retrieval.handles[j]);
-    if (inserted->table == kFreeRecord) continue;
-    Table* const table = tables_[inserted->table].get();
-    const std::int64_t key = inserted->key;
-    free_row(table, table->index.erase(table->index.hash(key), key));
-  }
 }
 
 void EmbeddingStore::erase(const KeySpan& in, std::uint8_t* status) {
   check_tables(in);
-  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  free_limbo(std::numeric_limits<std::int64_t>::max());
   for (std::int64_t j = 0; j < in.size; ++j) {
     Table* const table = tables_[in.tables[j]].get();
     const std::uint32_t number = table->index.erase(table->index.hash(in.keys[j]), in.keys[j]);
@@ -310,32 +93,86 @@ void EmbeddingStore::erase(const KeySpan& in, std::uint8_t* status) {
 }
 
 void EmbeddingStore::clear() {
-  const std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
   for (const auto& table : tables_) {
     table->index = KeyIndex(table->config.hash, &memory_);
+    table->counts.clear();
     table->size = 0;
+    table->counters = {};
   }
+  limbo_.clear();
   num_rows_.store(0, std::memory_order_relaxed);
-  first_free_ = kNoRow;
+  num_free_ = 0;
+  last_batch_ = -1;
 }
 
 void EmbeddingStore::free_row(Table* table, std::uint32_t row_number) {
   --table->size;
-  Record* const freed = record(row_number);
-  freed->key = first_free_;
-  freed->table = kFreeRecord;
-  first_free_ = row_number;
+  record(row_number)->table = kFreeRecord;
+  *free_row_number(num_free_++) = row_number;
+}
+
+std::shared_lock<std::shared_mutex> EmbeddingStore::shared_keys() const {
+  if (scoring_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    throw std::logic_error("store: a score function must not use the store whose rows it scores");
+  }
+  return std::shared_lock<std::shared_mutex>(keys_mutex_);
+}
+
+std::unique_lock<std::shared_mutex> EmbeddingStore::own_keys() const {
+  if (scoring_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    throw std::logic_error("store: a score function must not use the store whose rows it scores");
+  }
+  return std::unique_lock<std::shared_mutex>(keys_mutex_);
 }
 
 std::int64_t EmbeddingStore::size(std::int64_t table) const {
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
   return tables_.at(static_cast<std::size_t>(table))->size;
 }
 
+std::int64_t EmbeddingStore::last_batch() const {
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  return last_batch_;
+}
+
+TableCounters EmbeddingStore::counters(std::int64_t table) const {
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  return tables_.at(static_cast<std::size_t>(table))->counters;
+}
+
+void EmbeddingStore::set_counters(std::int64_t table, const TableCounters& counters) {
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  tables_.at(static_cast<std::size_t>(table))->counters = counters;
+}
+
+std::int64_t EmbeddingStore::filter_blocks(std::int64_t table) const {
+  return tables_.at(static_cast<std::size_t>(table))->counts.num_blocks();
+}
+
+std::int64_t EmbeddingStore::filter_cells_per_block(std::int64_t table) const {
+  return tables_.at(static_cast<std::size_t>(table))->counts.cells_per_block();
+}
+
+CountsState EmbeddingStore::admission_state(std::int64_t table) const {
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  return tables_.at(static_cast<std::size_t>(table))->counts.state();
+}
+
+void EmbeddingStore::load_admission_state(std::int64_t table, const CountsState& state) {
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  tables_.at(static_cast<std::size_t>(table))->counts.load(state);
+}
+
 StoreMemory EmbeddingStore::memory() const {
-  const std::shared_lock<std::shared_mutex> lock(keys_mutex_);
-  const std::uint64_t index_bytes = memory_.used_bytes() - slabs_.bytes() - records_.bytes();
-  return {index_bytes, slabs_.bytes(), records_.bytes()};
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  std::uint64_t index_bytes = 0;
+  std::uint64_t admission_bytes = 0;
+  for (const auto& table : tables_) {
+    index_bytes += table->index.bytes();
+    admission_bytes += table->counts.bytes();
+  }
+  return {index_bytes, slabs_.bytes(), records_.bytes() + free_rows_.bytes(), admission_bytes};
 }
 
 }  // namespace nestpipe

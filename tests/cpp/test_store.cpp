@@ -16,28 +16,31 @@ namespace {
 
 StoreConfig config_of(std::int64_t dim, std::uint64_t limit_bytes = ~std::uint64_t{0}) {
   StoreConfig config{dim, dim, 0.25f, limit_bytes, {}};
-  config.tables.push_back({hash_name("a"), 1, {InitKind::kUniform, -1.0, 1.0}, -1});
-  config.tables.push_back({hash_name("b"), 2, {InitKind::kNormal, 0.0, 1.0}, 3000});
+  config.tables.push_back({hash_name("a"), 1, {InitKind::kUniform, -1.0, 1.0}, -1, {}, false, {}, {}});
+  config.tables.push_back({hash_name("b"), 2, {InitKind::kNormal, 0.0, 1.0}, 3000, {}, false, {}, {}});
   return config;
 }
 
 struct Call {
   explicit Call(std::int64_t size)
-      : keys(size), tables(size), handles(size), status(size), last_used(size), frequency(size) {}
+      : keys(size), tables(size), handles(size), status(size) {}
 
   KeySpan in() const {
     return {keys.data(), tables.data(), static_cast<std::int64_t>(keys.size())};
   }
-  RetrievalSpan out() {
-    return {handles.data(), status.data(), last_used.data(), frequency.data()};
+  RetrievalSpan out() { return {handles.data(), status.data()}; }
+  void retrieve(EmbeddingStore* store, std::int64_t batch) {
+    store->retrieve(in(), nullptr, batch, {}, out(), &journal);
+  }
+  void undo(EmbeddingStore* store) {
+    store->undo(out(), static_cast<std::int64_t>(keys.size()), &journal);
   }
 
   std::vector<std::int64_t> keys;
   std::vector<std::int32_t> tables;
   std::vector<std::int64_t> handles;
   std::vector<std::uint8_t> status;
-  std::vector<std::int64_t> last_used;
-  std::vector<std::int64_t> frequency;
+  RetrievalJournal journal;
 };
 
 Call random_call(std::mt19937_64* random, std::int64_t size, std::uint64_t key_range) {
@@ -57,15 +60,15 @@ std::vector<std::int64_t> history(int threads) {
   std::vector<std::int64_t> seen;
   for (int round = 0; round < 6; ++round) {
     Call call = random_call(&random, 9000, 20000);
-    store.retrieve(call.in(), nullptr, round, call.out());
+    call.retrieve(&store, round);
     if (round == 2) {
-      store.undo(call.out(), 9000);
-      store.retrieve(call.in(), nullptr, round, call.out());
+      call.undo(&store);
+      call.retrieve(&store, round);
     }
     seen.insert(seen.end(), call.handles.begin(), call.handles.end());
     seen.insert(seen.end(), call.status.begin(), call.status.end());
-    seen.insert(seen.end(), call.last_used.begin(), call.last_used.end());
-    seen.insert(seen.end(), call.frequency.begin(), call.frequency.end());
+    seen.insert(seen.end(), call.journal.last_used.get(), call.journal.last_used.get() + 9000);
+    seen.insert(seen.end(), call.journal.frequency.get(), call.journal.frequency.get() + 9000);
     std::vector<float> rows(9000 * store.row_floats());
     store.gather(call.handles.data(), call.in(), nullptr, rows.data(), 9000);
     for (const float value : rows) {
@@ -106,7 +109,7 @@ void test_failing_memory_leaves_the_store_as_it_was() {
     Call before = random_call(&random, 300, 1000);
     Call call = random_call(&random, 5000, 100000);
     try {
-      store.retrieve(before.in(), nullptr, 0, before.out());
+      before.retrieve(&store, 0);
     } catch (const std::bad_alloc&) {
       CHECK_EQUAL(store.size(0) + store.size(1), 0);
       continue;
@@ -115,7 +118,7 @@ void test_failing_memory_leaves_the_store_as_it_was() {
     std::vector<std::int64_t> found(call.keys.size());
     store.find(call.in(), found.data());
     try {
-      store.retrieve(call.in(), nullptr, 1, call.out());
+      call.retrieve(&store, 1);
       succeeded = true;
     } catch (const std::bad_alloc&) {
       ++failed_calls;
@@ -140,11 +143,11 @@ void test_rows_by_handle_beside_insertion() {
   std::mt19937_64 random(5);
   Call first(500);
   for (std::int64_t j = 0; j < 500; ++j) first.keys[j] = j;
-  store.retrieve(first.in(), nullptr, 0, first.out());
+  first.retrieve(&store, 0);
   std::thread inserting([&] {
     for (int round = 0; round < 20; ++round) {
       Call call = random_call(&random, 2000, 1ull << 40);
-      store.retrieve(call.in(), nullptr, round, call.out());
+      call.retrieve(&store, round);
     }
   });
   std::vector<float> rows(500 * store.row_floats());
@@ -163,7 +166,7 @@ void test_bad_handles_tables_and_places_are_refused() {
   EmbeddingStore store(config_of(2));
   Call call(2);
   call.tables[1] = 2;
-  CHECK_THROWS(std::out_of_range, store.retrieve(call.in(), nullptr, 0, call.out()));
+  CHECK_THROWS(std::out_of_range, call.retrieve(&store, 0));
   call.tables[1] = -1;
   CHECK_THROWS(std::out_of_range, store.find(call.in(), call.handles.data()));
   call.tables[1] = 0;

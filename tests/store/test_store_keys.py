@@ -13,7 +13,7 @@ from nestpipe_kernels.errors import StoreFullError
 from nestpipe_kernels.store import EmbeddingStore
 from nestpipe_kernels.types import KeyStatus, TableSpec
 
-FOUND, INSERTED, ABSENT, REFUSED = (int(status) for status in KeyStatus)
+FOUND, INSERTED, ABSENT, REFUSED = (int(status) for status in list(KeyStatus)[:4])
 
 
 def test_fault_11_extreme_keys_are_ordinary():

@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 
 }  // namespace nestpipe

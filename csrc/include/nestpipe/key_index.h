@@ -62,6 +62,11 @@ class KeyIndex {
       for (int slot = 0; slot < bucket.count; ++slot) visit(bucket.keys[slot], bucket.rows[slot]);
     }
   }
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (int shard = 0; shard < kNumShards; ++shard) for_each_in_shard(shard, visit);
+  }
+  std::uint64_t bytes() const;
 
  private:
   static constexpr int kSlots = 5;

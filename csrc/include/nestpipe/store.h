@@ -2,9 +2,13 @@
 //
 // A row is float32 [row_floats]: embedding [dim], optimizer state [state_floats], int32 `updates`
 // (bit-cast), padding to a stride of whole cache lines (of 16 bytes below 256). Rows of all tables
-// lie in common slabs that never move; a row's number is its handle, valid until the key is erased.
-// Numbers of erased rows are used again, the last erased first. Beside each row, not in it, lies a
-// record: key, table, last_used, frequency.
+// lie in common slabs that never move; a row's number is its handle, valid until the key is erased
+// or evicted. Numbers of free rows are used again, the last freed first. Beside each row, not in
+// it, lies a record: key, table, last_used, frequency.
+//
+// Evicted rows go to limbo: out of the index, number and contents untouched and not used again, so
+// that undoing the retrieval puts them back without a copy. Limbo of batch u is freed on entry to a
+// retrieval of batch u + 2 or later (batch u cannot be undone then), and by erasing.
 //
 // Results never depend on the number of threads: new rows are numbered in input order, metadata of
 // a row is updated in input order, and values are functions of the key. All calls accept repeated
@@ -12,16 +16,21 @@
 //
 // Concurrency. Calls that change which keys exist or their metadata exclude each other and wait for
 // searches; those that only read or write rows by handle take no lock and may run beside everything
-// else, as long as their handles stay valid and no two touch the same row. A call that throws
-// std::bad_alloc has changed no key, row or metadata.
+// else, as long as their handles stay valid and no two touch the same row. A call that throws has
+// changed no key, row, count or metadata.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
+#include <thread>
 #include <vector>
 
+#include "nestpipe/admission.h"
+#include "nestpipe/eviction.h"
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
 #include "nestpipe/memory.h"
@@ -30,13 +39,23 @@
 namespace nestpipe {
 
 // Values of nestpipe_kernels.types.KeyStatus.
-enum class KeyStatus : std::uint8_t { kFound = 0, kInserted = 1, kAbsent = 2, kRefused = 3 };
+enum class KeyStatus : std::uint8_t {
+  kFound = 0,
+  kInserted = 1,
+  kAbsent = 2,
+  kRefused = 3,
+  kNotAdmitted = 4
+};
 
 struct TableConfig {
   std::uint64_t hash = 0;  // hash_name(name)
   std::uint64_t seed = 0;
   Initializer init;
   std::int64_t quota = -1;  // Rows at most; -1: no limit.
+  Initializer absent;       // What keys without a row read, if has_absent; else their initial row.
+  bool has_absent = false;
+  AdmissionRule admission;
+  EvictionRule eviction;
 };
 
 struct StoreConfig {
@@ -53,12 +72,37 @@ struct KeySpan {
   std::int64_t size;
 };
 
-// What retrieve answers, and what undo needs. All [n].
+// What retrieve answers. All [n].
 struct RetrievalSpan {
-  std::int64_t* handles;             // -1: refused
-  std::uint8_t* status;              // KeyStatus
-  std::int64_t* previous_last_used;  // Before the call; -1 for new rows.
-  std::int64_t* previous_frequency;  // Before the call; 0 for new rows.
+  std::int64_t* handles;  // -1: refused or not admitted
+  std::uint8_t* status;   // KeyStatus
+};
+
+// What happened to keys of a table since it was made, per key and call; undo takes back.
+struct TableCounters {
+  std::int64_t inserted = 0;
+  std::int64_t evicted = 0;
+  std::int64_t expired = 0;
+  std::int64_t refused = 0;
+  std::int64_t not_admitted = 0;
+};
+
+// What undo needs beside handles and status; its size is that of the call.
+struct RetrievalJournal {
+  std::int64_t sequence = -1;  // Of the retrieval; -1 once undone.
+  std::int64_t newest_before = -1;
+  std::int64_t last_batch_before = -1;
+  std::unique_ptr<std::int64_t[]> last_used;  // [n] before the call; -1 and 0 for new rows
+  std::unique_ptr<std::int64_t[]> frequency;
+  std::vector<CountChange> counts;
+  std::vector<TableCounters> counters;
+  std::int64_t num_evicted = 0;
+};
+
+// The keys that a retrieval took out, with their tables.
+struct EvictedKeys {
+  std::vector<std::int64_t> keys;
+  std::vector<std::int32_t> tables;
 };
 
 struct MetadataSpan {
@@ -70,7 +114,11 @@ struct StoreMemory {
   std::uint64_t index_bytes;
   std::uint64_t slab_bytes;
   std::uint64_t metadata_bytes;
+  std::uint64_t admission_bytes;
 };
+
+// Floats of a row, padding included.
+std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats);
 
 class EmbeddingStore {
  public:
@@ -80,18 +128,29 @@ class EmbeddingStore {
   std::int64_t row_floats() const { return row_floats_; }
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
 
-  // Finds or inserts. A table at its quota refuses further new keys in input order. frequency +=
-  // counts [n] (1 where counts is null); last_used = batch unless batch is -1.
+  // Finds or inserts. Of the keys without a row, admission decides which may have one, occurrences
+  // of the call included; eviction makes room for them; where there is none, the last ones in input
+  // order are refused. frequency += counts [n] (1 each where counts is null, else >= 0); a new
+  // row's starts with the key's count so far. last_used = batch. With batch -1 last_used stays as
+  // it is and nothing is evicted. `score` serves tables with EvictionKind::kScore.
   void retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
-                const RetrievalSpan& out);
-  // Takes back a retrieval, newest first: inserted keys go, metadata of found ones returns.
-  void undo(const RetrievalSpan& retrieval, std::int64_t size);
+                const ScoreFunction& score, const RetrievalSpan& out, RetrievalJournal* journal);
+  // Takes back a retrieval, newest first: inserted keys go, evicted ones return to their rows;
+  // metadata, counts and counters are as before. Throws std::invalid_argument where it is not the
+  // newest, or its evicted rows are free.
+  void undo(const RetrievalSpan& retrieval, std::int64_t size, RetrievalJournal* journal);
+  // Throws std::invalid_argument where the rows are free.
+  EvictedKeys evicted(const RetrievalJournal& journal) const;
+  // Inserts distinct keys with rows [n, row_floats] and metadata as given, no rules asked; those of
+  // keys that are there are replaced. The position of the first key that its table's quota has no
+  // room for, or -1; if not -1, nothing has changed.
+  std::int64_t load_rows(const KeySpan& in, const float* rows, const MetadataSpan& metadata);
   // handles [n], -1 where absent.
   void find(const KeySpan& in, std::int64_t* handles) const;
   // status [n]: kFound (now erased) or kAbsent.
   void erase(const KeySpan& in, std::uint8_t* status);
 
-  // Removes all keys; their memory is kept for later rows.
+  // Removes all keys, counts and counters; memory of rows is kept for later ones.
   void clear();
 
   // Row index[j] (j where index is null) of out [num_out, row_floats] = the row of handles[j], or
@@ -110,6 +169,17 @@ class EmbeddingStore {
   void write_metadata(const std::int64_t* handles, std::int64_t size, const MetadataSpan& in);
 
   std::int64_t size(std::int64_t table) const;
+  // The largest batch index of retrievals and of loaded or written metadata; -1: none.
+  std::int64_t last_batch() const;
+  TableCounters counters(std::int64_t table) const;
+  void set_counters(std::int64_t table, const TableCounters& counters);
+  // Blocks of a table's counting filter over all slices, and cells of each; 0 where it has none.
+  std::int64_t filter_blocks(std::int64_t table) const;
+  std::int64_t filter_cells_per_block(std::int64_t table) const;
+  // Counts of keys without a row.
+  CountsState admission_state(std::int64_t table) const;
+  // Adds to the counts: exact ones replace those of the same key, cells of filters keep the larger.
+  void load_admission_state(std::int64_t table, const CountsState& state);
   // Keys and handles of a table by ascending handle.
   void export_table(std::int64_t table, std::vector<std::int64_t>* keys,
                     std::vector<std::int64_t>* handles) const;
@@ -124,36 +194,81 @@ class EmbeddingStore {
  private:
   static constexpr std::int32_t kFreeRecord = -1;
 
-  // 32 bytes beside each row. A free record's key is the next free row's number, kNoRow at the end.
+  // 32 bytes beside each row.
   struct Record {
     std::int64_t key;
     std::int64_t last_used;
     std::int64_t frequency;
-    std::int32_t table;
+    std::int32_t table;  // Negative: no key has the row. kFreeRecord, or in_limbo(table).
     std::int32_t unused;
   };
+  static std::int32_t in_limbo(std::int32_t table) { return -2 - table; }  // Its own inverse.
 
   struct Table {
     Table(const TableConfig& settings, MemoryAccount* account)
-        : config(settings), index(settings.hash, account) {}
+        : config(settings),
+          index(settings.hash, account),
+          counts(settings.admission, settings.hash, account) {}
     TableConfig config;
     KeyIndex index;
+    AdmissionCounts counts;
     std::int64_t size = 0;
+    TableCounters counters;
   };
 
-  struct Missing;  // The keys of a call that have no row yet.
+  struct Limbo {
+    std::int64_t batch;
+    std::int64_t sequence;
+    std::vector<std::uint32_t> rows;
+  };
+
+  struct Missing;    // The keys of a call that have no row yet, and what becomes of them.
+  struct Departure;  // The rows that a call takes out.
 
   float* row(std::int64_t handle) const { return static_cast<float*>(slabs_.at(handle)); }
   Record* record(std::int64_t handle) const { return static_cast<Record*>(records_.at(handle)); }
+  std::uint32_t* free_row_number(std::int64_t i) const {
+    return static_cast<std::uint32_t*>(free_rows_.at(i));
+  }
+  // Locks of keys_mutex_; a score function of this thread's retrieval must not wait for itself.
+  std::shared_lock<std::shared_mutex> shared_keys() const;
+  std::unique_lock<std::shared_mutex> own_keys() const;
   void check_tables(const KeySpan& in) const;
   void check_handles(const std::int64_t* handles, std::int64_t size) const;
   void initial_row(std::int32_t table, std::int64_t key, float* out) const;
+  void absent_row(std::int32_t table, std::int64_t key, float* out) const;
+  void absent_embedding(std::int32_t table, std::int64_t key, float* out) const;
   void search(const KeySpan& in, std::int64_t* handles) const;
-  void insert_missing(const KeySpan& in, const RetrievalSpan& out);
+
+  // Steps of retrieve (retrieval.cpp).
+  void use_found(const RetrievalSpan& out, std::int64_t size, const std::int64_t* counts,
+                 std::int64_t batch, const RetrievalJournal& journal);
+  void restore_metadata(const RetrievalSpan& out, std::int64_t size,
+                        const RetrievalJournal& journal);
   void enter_provisionally(Missing* missing);
-  void number_rows(Missing* missing);
+  void admit(Missing* missing, const std::int64_t* counts);
+  void number_rows(Missing* missing, const Departure& departure);
+  void count_absent(const Missing& missing, RetrievalJournal* journal);
+  void restore_counts(const std::vector<CountChange>& changes);
   void settle(const Missing& missing);
   void withdraw(const Missing& missing);
+  void write_new_rows(const Missing& missing, std::int64_t batch, const RetrievalSpan& out);
+  void take_numbers(const Missing& missing);
+
+  // Steps of eviction (eviction.cpp).
+  Departure plan_departure(const std::vector<std::int64_t>& num_new, std::int64_t batch,
+                           const ScoreFunction& score) const;
+  void choose_victims(std::int32_t table, std::int64_t num_new, std::int64_t batch,
+                      const ScoreFunction& score, Departure* departure) const;
+  std::vector<EvictionCandidate> candidates(std::int32_t table, std::int64_t unused_since,
+                                            bool by_frequency, std::int64_t limit) const;
+  std::int64_t estimate_limit(std::int32_t table, std::int64_t unused_since, bool by_frequency,
+                              std::int64_t wanted) const;
+  void score_candidates(std::int32_t table, std::int64_t batch, const ScoreFunction& score,
+                        std::vector<EvictionCandidate>* rows) const;
+  void depart(Departure* departure, std::int64_t batch, std::int64_t sequence);
+  void bring_back(const Limbo& limbo);
+  void free_limbo(std::int64_t last_batch);
   void free_row(Table* table, std::uint32_t row_number);
 
   const std::int64_t dim_;
@@ -166,8 +281,14 @@ class EmbeddingStore {
   std::vector<std::unique_ptr<Table>> tables_;
   Slabs slabs_;
   Slabs records_;
+  Slabs free_rows_;                        // A stack of row numbers, room for all.
   std::atomic<std::int64_t> num_rows_{0};  // Row numbers ever given out, free ones included.
-  std::uint32_t first_free_ = kNoRow;
+  std::int64_t num_free_ = 0;
+  std::vector<Limbo> limbo_;      // Oldest first.
+  std::int64_t sequence_ = 0;     // Of the latest retrieval or loading.
+  std::int64_t newest_ = -1;      // The retrieval that may be undone next.
+  std::int64_t last_batch_ = -1;  // Largest batch index seen.
+  mutable std::atomic<std::thread::id> scoring_thread_{};
 };
 
 }  // namespace nestpipe

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from ..errors import StoreFullError
 from ..init import Initializer, Uniform
 from ..types import UNBOUNDED, KeyStatus, Retrieval, SparseOptimizer, TableSpec
 from .checks import check_bounds, check_spec, check_tensor, key_vector
+from .counts import counts_of, load_counts
 from .gradients import apply_gradients
+from .policies import check_policies, has_policy, native_admission, native_eviction, rows_within, score_caller
 
 __all__ = ["EmbeddingStore", "RowMetadata"]
 
@@ -22,6 +25,7 @@ INT64 = torch.int64
 INT32 = torch.int32
 FLOAT32 = torch.float32
 SEED_MASK = (1 << 64) - 1
+COUNTERS = ("inserted", "evicted", "expired", "refused", "not_admitted")
 MAX_DIM = 1 << 28
 """A row's bytes, state included, stay far from overflow."""
 
@@ -40,11 +44,9 @@ class RowMetadata:
 class _Journal:
     """What undo needs beside handles and status."""
 
-    last_used: Tensor
-    frequency: Tensor
+    native: Any
     removals: int
     """Erasing calls of the store before the retrieval; undo is refused after another."""
-    undone: bool = False
 
 
 class EmbeddingStore:
@@ -53,12 +55,18 @@ class EmbeddingStore:
     Rows never move and results do not depend on the number of threads. Calls that insert, erase or change metadata
     exclude each other; rows may be read and written by handle beside them. Calls are synchronous and release the GIL.
 
+    Evicted rows keep their memory for a while ("limbo"), so that `undo` can put them back: those of batch u are free
+    for other keys from the retrieval of batch u + 2 on, or after an erasing call. So a table at capacity also needs
+    room for the rows that two batches evict; `memory()` includes it.
+
     Args:
         tables: the tables, names distinct; or None, and one table is described by the remaining arguments.
         dim: floats per embedding, 1 to 2^28.
         optimizer: settings of the row update; they decide how many floats of state a row has.
         name, num_embeddings, init, seed, capacity: of the only table. `init` None: uniform, +-1/sqrt(dim) for an open
             table, +-sqrt(1/num_embeddings) for a fixed one. `capacity`: rows of the table in this store at most.
+        admission, eviction, default: of the only table, as in `types.TableSpec`.
+        capacity_bytes: instead of capacity; as many rows as fit with their share of records, index and limbo.
         memory_limit: bytes the store may allocate, None for as many as there are.
 
     Raises:
@@ -76,15 +84,31 @@ class EmbeddingStore:
         init: Initializer | None = None,
         seed: int = 0,
         capacity: int | None = None,
+        admission: Any = None,
+        eviction: Any = None,
+        default: Initializer | None = None,
+        capacity_bytes: int | None = None,
         memory_limit: int | None = None,
     ) -> None:
         if (tables is None) == (name is None):
             raise ValueError("store: give either tables, or name (num_embeddings, init, seed, capacity) of one table")
+        if capacity is not None and capacity_bytes is not None:
+            raise ValueError(
+                f"store: capacity {capacity} and capacity_bytes {capacity_bytes} of table {name!r} contradict each "
+                "other: give one of them"
+            )
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
             raise ValueError(f"store: dim must be an integer in [1, {MAX_DIM}], got {dim!r}")
         if tables is None:
             assert name is not None
-            tables = [TableSpec(name, num_embeddings, init, seed, capacity)]
+            if capacity_bytes is not None:
+                row_bytes = 4 * core().row_floats(dim, optimizer.state_floats(dim))
+                capacity = rows_within(capacity_bytes, row_bytes, getattr(eviction, "slack", 0.0))
+            tables = [
+                TableSpec(
+                    name, num_embeddings, init, seed, capacity, admission=admission, eviction=eviction, default=default
+                )
+            ]
         self.tables: Sequence[TableSpec] = tuple(_with_default_init(spec, dim) for spec in tables)
         self._table_index = {spec.name: t for t, spec in enumerate(self.tables)}
         if not self.tables or len(self._table_index) != len(self.tables):
@@ -102,61 +126,76 @@ class EmbeddingStore:
         )
         self.row_floats: int = self._native.row_floats
         self._removals = 0
+        self._score = score_caller(self.tables)
         hashes = [core().hash_name(spec.name) for spec in self.tables]
         self.table_hashes = torch.tensor([h - (1 << 64) if h >> 63 else h for h in hashes], dtype=INT64)
 
     # ------------------------------------------------------------------------------------------- protocol RowStore
 
     def retrieve(self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int) -> Retrieval:
-        """Find or insert; a table at its capacity refuses further new keys, in the order given.
+        """Find or insert, by the tables' rules of admission and eviction (nestpipe_kernels.policy).
+
+        First rows in limbo of batches up to `batch` - 2 become free. Then the admission rule decides which keys without
+        a row may have one, occurrences of this call included; a table that would exceed its capacity, or whose rows
+        expire, gives up rows by its eviction rule; new keys beyond the room there is are refused, the last ones in the
+        order given. All of it depends on keys, counts and metadata alone.
 
         Args:
             keys: int64 [n]. tables: int32 [n]. Repetitions are inserted once, and found afterwards.
-            counts: int64 [n], added to the rows' frequency; None adds 1 each.
-            batch: becomes the rows' last_used, unless it is -1.
+            counts: int64 [n], >= 0, occurrences: added to the rows' frequency, and to the count of keys without a row;
+                None: 1 each. A new row's frequency starts with the key's count so far.
+            batch: becomes the rows' last_used. With -1 last_used stays as it is and nothing is evicted.
+
+        Returns:
+            handles, -1 where the key has no row: status REFUSED or NOT_ADMITTED.
 
         Raises:
-            MemoryError: the system or `memory_limit` gave out; no key or row has changed.
+            MemoryError: the system or `memory_limit` gave out; no key, row, count or metadata has changed.
+            TypeError, ValueError: the result of a score function; nothing has changed. What it raises is passed on.
         """
         self._check_keys("retrieve", keys, tables)
         size = keys.numel()
         if counts is not None:
             check_tensor("retrieve", "counts", counts, INT64, (size,))
         handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
-        journal = _Journal(torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64), self._removals)
+        journal = _Journal(core().RetrievalJournal(), self._removals)
         self._native.retrieve(
             keys.data_ptr(),
             tables.data_ptr(),
             size,
             0 if counts is None else counts.data_ptr(),
             batch,
-            handles.data_ptr(),
-            status.data_ptr(),
-            (journal.last_used.data_ptr(), journal.frequency.data_ptr()),
+            self._score,
+            (handles.data_ptr(), status.data_ptr()),
+            journal.native,
         )
         return Retrieval(handles, status, journal)
 
     def undo(self, retrieval: Retrieval) -> None:
-        """Take back a retrieval of this store, newest first: its inserted keys go, metadata of the others returns.
+        """Take back a retrieval of this store, newest first: inserted keys go, evicted ones return with their rows and
+        handles; metadata, admission counts and counters are as before.
 
         Raises:
-            ValueError: it has been undone before, or keys were erased since.
+            ValueError: it has been undone before, a newer one has not, rows that it evicted are free (a batch two or
+                more after it has been retrieved), or keys were erased since.
         """
         journal: _Journal = retrieval.journal
-        if journal.undone:
-            raise ValueError("undo: this retrieval has been undone already")
         if journal.removals != self._removals:
             raise ValueError("undo: keys were erased since this retrieval, so its rows may belong to other keys now")
         size = retrieval.handles.numel()
         check_tensor("undo", "handles", retrieval.handles, INT64, (size,))
         check_tensor("undo", "status", retrieval.status, torch.uint8, (size,))
-        self._native.undo(
-            size,
-            retrieval.handles.data_ptr(),
-            retrieval.status.data_ptr(),
-            (journal.last_used.data_ptr(), journal.frequency.data_ptr()),
-        )
-        journal.undone = True
+        self._native.undo(size, (retrieval.handles.data_ptr(), retrieval.status.data_ptr()), journal.native)
+
+    def evicted(self, retrieval: Retrieval) -> tuple[Tensor, Tensor]:
+        """Keys int64 [m] and tables int32 [m] that a retrieval evicted or let expire, by table and key, ascending.
+
+        Raises:
+            ValueError: their rows are free, and they are forgotten.
+        """
+        keys, tables = self._native.evicted(retrieval.journal.native)
+        gone = sorted(zip(_int32_tensor(tables).tolist(), _int64_tensor(keys).tolist()))
+        return torch.tensor([key for _, key in gone], dtype=INT64), torch.tensor([t for t, _ in gone], dtype=INT32)
 
     def find_handles(self, keys: Tensor, tables: Tensor) -> Tensor:
         """int64 [n] handles, -1 where absent. Changes nothing; repetitions are fine."""
@@ -166,7 +205,10 @@ class EmbeddingStore:
         return handles
 
     def gather(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor, index: Tensor | None) -> None:
-        """Row index[j] (or j) of `out` float32 [m, row_floats] = the row of handles[j]; -1 gives the key's initial row.
+        """Row index[j] (or j) of `out` float32 [m, row_floats] = the row of handles[j].
+
+        A handle of -1 gives the table's default row: embedding by `default`, or as the key's row would start; state as
+        in a new row.
 
         Raises:
             IndexError: a handle that was never given out, or an index outside `out`.
@@ -194,7 +236,7 @@ class EmbeddingStore:
     # -------------------------------------------------------------------------------------- rows by handle, further
 
     def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
-        """float32 [n, dim], a copy; the key's initial value where the handle is -1."""
+        """float32 [n, dim], a copy; the default row's (see `gather`) where the handle is -1."""
         self._check_keys("read_embeddings", keys, tables)
         check_tensor("read_embeddings", "handles", handles, INT64, (keys.numel(),))
         out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
@@ -228,7 +270,10 @@ class EmbeddingStore:
         )
 
     def erase_keys(self, keys: Tensor, tables: Tensor) -> Tensor:
-        """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Handles of erased rows become invalid."""
+        """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Handles of erased rows become invalid.
+
+        Rows in limbo become free: earlier retrievals can no longer be undone.
+        """
         self._check_keys("erase_keys", keys, tables)
         self._removals += 1
         status = torch.empty(keys.numel(), dtype=torch.uint8)
@@ -236,9 +281,40 @@ class EmbeddingStore:
         return status
 
     def clear(self) -> None:
-        """Remove all keys of all tables. Memory of rows is kept for later ones; the index's is returned."""
+        """Remove all keys of all tables, counts and counters. Memory of rows is kept, that of the index is returned."""
         self._removals += 1
         self._native.clear()
+
+    def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: RowMetadata) -> None:
+        """Insert keys with rows and metadata as they are, without asking the tables' rules: for checkpoints.
+
+        Keys that are there get the new row and metadata. Earlier retrievals can no longer be undone.
+
+        Args:
+            keys: int64 [n], distinct for each table. tables: int32 [n]. rows: float32 [n, row_floats].
+
+        Raises:
+            StoreFullError: a table's capacity does not hold them. MemoryError: memory gave out. Nothing has changed.
+        """
+        self._check_keys("load_rows", keys, tables)
+        size = keys.numel()
+        check_tensor("load_rows", "rows", rows, FLOAT32, (size, self.row_floats))
+        check_tensor("load_rows", "last_used", metadata.last_used, INT64, (size,))
+        check_tensor("load_rows", "frequency", metadata.frequency, INT64, (size,))
+        refused = self._native.load_rows(
+            keys.data_ptr(),
+            tables.data_ptr(),
+            size,
+            rows.data_ptr(),
+            metadata.last_used.data_ptr(),
+            metadata.frequency.data_ptr(),
+        )
+        if refused >= 0:
+            spec = self.tables[int(tables[refused])]
+            raise StoreFullError(
+                f"load_rows: table {spec.name!r} has {self.size(spec.name)} rows and room for {spec.capacity}: key "
+                f"{int(keys[refused])} at position {refused} does not fit; nothing was inserted: raise its capacity"
+            )
 
     def export_table(self, table: str | int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and handles of a table, int64 [size] each, by ascending handle."""
@@ -277,7 +353,7 @@ class EmbeddingStore:
             table: its name or index; may be left out where the store has one table.
 
         Returns:
-            float32 [n, dim] copies (the initial value of an absent key), uint8 [n] status FOUND or ABSENT.
+            float32 [n, dim] copies (an absent key reads the default row: `gather`), uint8 [n] status FOUND or ABSENT.
 
         Raises:
             TypeError, ValueError: dtype or shape of keys, or the table's name.
@@ -288,20 +364,27 @@ class EmbeddingStore:
         status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
         return self.read_embeddings(handles, keys, tables), status
 
-    def find_or_insert(self, keys: Tensor, table: str | int | None = None, batch: int = -1) -> tuple[Tensor, Tensor]:
-        """Embeddings of keys, after inserting those that have no row.
+    def find_or_insert(
+        self, keys: Tensor, table: str | int | None = None, batch: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings of keys, after inserting those that have no row, by the table's rules (see `retrieve`).
 
-        Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used.
+        Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used. None: the batch after
+        the largest one seen so far if the table has an admission or eviction rule, else -1.
 
         Returns:
-            float32 [n, dim] copies, uint8 [n] status: INSERTED at the first occurrence of a new key, else FOUND.
+            float32 [n, dim] copies, uint8 [n] status: INSERTED at the first occurrence of a new key, else FOUND. In a
+            table with a rule also NOT_ADMITTED and REFUSED: the key has no row and reads the default row.
 
         Raises:
-            StoreFullError: the table's capacity or the memory does not hold the new keys; nothing has changed.
-            TypeError, ValueError, IndexError: as `find`.
+            StoreFullError: the memory, or the capacity of a table without rules, does not hold the new keys; nothing
+                has changed.
+            TypeError, ValueError, IndexError: as `find`; a score function's as `retrieve`.
         """
         keys, tables = self._public_keys("find_or_insert", keys, table)
         spec = self.tables[self._table(table)]
+        if batch is None:
+            batch = self.last_batch + 1 if has_policy(spec) else -1
         try:
             retrieval = self.retrieve(keys, tables, None, batch)
         except MemoryError as error:
@@ -309,13 +392,13 @@ class EmbeddingStore:
                 f"find_or_insert: no memory for the new ones of {keys.numel()} keys of table {spec.name!r}, which has "
                 f"{self.size(spec.name)} rows: erase keys, or shard over more processes"
             ) from error
-        refused = int((retrieval.status == KeyStatus.REFUSED.value).sum())
+        refused = 0 if has_policy(spec) else int((retrieval.status == KeyStatus.REFUSED.value).sum())
         if refused:
             self.undo(retrieval)
             raise StoreFullError(
                 f"find_or_insert: table {spec.name!r} is full: {refused} of {keys.numel()} keys found no room beside "
                 f"its {self.size(spec.name)} rows (capacity {spec.capacity}); nothing was inserted: raise capacity, "
-                "erase keys, or use retrieve, which reports a status per key"
+                "erase keys, give the table an eviction rule, or use retrieve, which reports a status per key"
             )
         return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
 
@@ -362,10 +445,54 @@ class EmbeddingStore:
     def __len__(self) -> int:
         return sum(self.size(spec.name) for spec in self.tables)
 
+    @property
+    def last_batch(self) -> int:
+        """The largest batch index of retrievals and of loaded or written metadata; -1: none."""
+        return int(self._native.last_batch())
+
+    def counters(self, table: str | int | None = None) -> dict[str, int]:
+        """What became of a table's keys since it was made, or cleared: each key once per call; `undo` takes back.
+
+        "inserted"; "evicted" (to make room), "expired" (TTL); "refused" (no room), "not_admitted".
+        """
+        return dict(zip(COUNTERS, self._native.counters(self._table(table))))
+
+    def load_counters(self, table: str | int | None, counters: Mapping[str, int]) -> None:
+        """Replace a table's counters, as loading a checkpoint does. Raises ValueError for other names."""
+        if set(counters) != set(COUNTERS):
+            raise ValueError(f"load_counters: need {list(COUNTERS)}, got {sorted(counters)}")
+        self._native.set_counters(self._table(table), tuple(int(counters[name]) for name in COUNTERS))
+
+    def admission_state(self, table: str | int | None = None) -> dict[str, Tensor]:
+        """Counts of a table's keys that have no row.
+
+        Returns:
+            exact: "keys" int64 [k], ascending, "counts" int64 [k]; with a filter: "blocks" int64 [k], ascending,
+            "cells" uint8 [k, cells of a block], blocks that are not all zero. Empty where the rule counts nothing.
+        """
+        return counts_of(self._native, self._table(table))
+
+    def load_admission_state(
+        self, table: str | int | None, state: Mapping[str, Tensor], owned: Tensor | None = None
+    ) -> None:
+        """Add to the counts: an exact count replaces that of its key, each cell of a filter keeps the larger value.
+
+        Args:
+            state: from `admission_state` of a table with the same admission rule and name, of any process.
+            owned: bool [65536], the virtual slices that belong to this process; counts of other keys are left out.
+                None: all belong to it. Blocks of small filters serve several slices: one that several processes share
+                is exact again only for a process that loads what it saved, and never too small otherwise.
+
+        Raises:
+            ValueError, TypeError: the state does not fit the table's rule; nothing has changed.
+        """
+        index = self._table(table)
+        load_counts(self._native, index, self.tables[index], self.table_hashes[index : index + 1], state, owned)
+
     def memory(self) -> dict[str, int]:
-        """Bytes allocated: "index", "slabs" (rows, with room for more), "metadata"."""
-        index, slabs, metadata = self._native.memory()
-        return {"index": index, "slabs": slabs, "metadata": metadata}
+        """Bytes allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission"."""
+        index, slabs, metadata, admission = self._native.memory()
+        return {"index": index, "slabs": slabs, "metadata": metadata, "admission": admission}
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
@@ -392,6 +519,7 @@ class EmbeddingStore:
 
 def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
     check_spec(spec)
+    check_policies(spec)
     if spec.init is not None:
         if not hasattr(spec.init, "kind") or not hasattr(spec.init, "parameters"):
             raise TypeError(
@@ -403,10 +531,19 @@ def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
     return replace(spec, init=Uniform(-bound, bound))
 
 
-def _native_table(spec: TableSpec) -> tuple[str, int, int, float, float, int]:
-    first, second = spec.init.parameters
+def _native_table(spec: TableSpec) -> tuple[Any, ...]:
     quota = -1 if spec.capacity is None else spec.capacity
-    return (spec.name, spec.seed & SEED_MASK, spec.init.kind, first, second, quota)
+    default = None if spec.default is None else _native_init(spec.default)
+    rules = native_admission(spec), native_eviction(spec)
+    return (spec.name, spec.seed & SEED_MASK, _native_init(spec.init), quota, default, *rules)
+
+
+def _native_init(init: Initializer) -> tuple[int, tuple[float, float]]:
+    return init.kind, init.parameters
+
+
+def _int32_tensor(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=INT32) if data else torch.empty(0, dtype=INT32)
 
 
 def _int64_tensor(data: bytearray) -> Tensor:

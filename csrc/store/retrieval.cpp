@@ -1,0 +1,433 @@
+// Retrieval: found keys are used, absent ones get rows as admission, eviction and quotas allow;
+// undo.
+//
+// Absent keys take these steps, none of which depends on the number of threads:
+//   1. grouped by shard, each key enters its index with its position among the missing as
+//      provisional row number; a key that is there already is a repetition of an earlier one;
+//   2. admission decides from the counts; one thread adds up how many rows each table needs;
+//   3. the rows that go are chosen (eviction.cpp);
+//   4. one thread numbers the rows in input order, within the quotas, and makes room for them;
+//   5. keys that stay without a row are counted;
+//   6. rows that go leave the index; grouped by shard, provisional numbers become row numbers, and
+//      keys without a row leave the index;
+//   7. rows and records are written.
+// Whatever fails does so in steps 1 to 5, whose effects are then taken back.
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+
+#include "by_shard.h"
+#include "departure.h"
+#include "nestpipe/parallel.h"
+#include "nestpipe/store.h"
+
+namespace nestpipe {
+namespace {
+
+constexpr std::int64_t kKeysPerTask = 2048;
+// Keys between a request for a cache line and its use.
+constexpr std::int64_t kAhead = 16;
+
+// Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
+// order: each thread visits the owners that fall to it. Negative owners are skipped.
+// prefetch(owner[j]) comes some visits earlier.
+template <typename Prefetch, typename Visit>
+void for_each_in_owner_order(const std::int64_t* owner, std::int64_t size, bool backwards,
+                             const Prefetch& prefetch, const Visit& visit) {
+  const std::int64_t parts =
+      std::max<std::int64_t>(1, std::min<std::int64_t>(num_threads(), size / kKeysPerTask));
+  const auto part_of = [parts](std::int64_t owner_number) {
+    const std::uint32_t spread = static_cast<std::uint32_t>(owner_number) * 0x9E3779B1u;
+    return static_cast<std::int64_t>((spread * static_cast<std::uint64_t>(parts)) >> 32);
+  };
+  parallel_tasks(parts, [&](std::int64_t part) {
+    for (std::int64_t i = 0; i < size; ++i) {
+      if (i + kAhead < size) {
+        const std::int64_t later = owner[backwards ? size - 1 - i - kAhead : i + kAhead];
+        if (later >= 0 && part_of(later) == part) prefetch(later);
+      }
+      const std::int64_t j = backwards ? size - 1 - i : i;
+      if (owner[j] >= 0 && part_of(owner[j]) == part) visit(j);
+    }
+  });
+}
+
+}  // namespace
+
+struct EmbeddingStore::Missing {
+  static constexpr std::uint32_t kNotEntered = kNoRow;
+
+  explicit Missing(const KeySpan& call) : in(call) {}
+
+  KeySpan in;
+  std::vector<std::int64_t> positions;    // [m] where in the call, ascending
+  std::vector<std::uint64_t> hashes;      // [m]
+  ByShard by_shard;                       // of m
+  std::vector<std::uint32_t> first;       // [m] the first of the missing with the same key
+  std::vector<std::int64_t> occurrences;  // [m] of first ones: in this call
+  std::vector<std::int64_t> before;       // [m] of first ones: counted earlier; empty: all 0
+  std::vector<std::uint8_t> admitted;     // [m] of first ones
+  std::vector<std::uint32_t> rows;        // [m] of first ones: row number, kNoRow where none
+  std::vector<std::int64_t> num_new;      // [tables] keys admitted
+  // State of the store once all is done.
+  std::vector<std::int64_t> sizes;  // [tables]
+  std::int64_t num_rows = 0;
+  std::int64_t num_free = 0;
+
+  std::uint32_t count() const { return static_cast<std::uint32_t>(positions.size()); }
+  std::int64_t key(std::uint32_t i) const { return in.keys[positions[i]]; }
+  std::int32_t table(std::uint32_t i) const { return in.tables[positions[i]]; }
+};
+
+void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
+                              const ScoreFunction& score, const RetrievalSpan& out,
+                              RetrievalJournal* journal) {
+  check_tables(in);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  if (batch >= 0) free_limbo(batch - 2);
+  const auto size = static_cast<std::size_t>(in.size);
+  journal->last_used.reset(new std::int64_t[size]);
+  journal->frequency.reset(new std::int64_t[size]);
+  journal->counters.clear();
+  for (const auto& table : tables_) journal->counters.push_back(table->counters);
+  search(in, out.handles);
+  Missing missing(in);
+  for (std::int64_t j = 0; j < in.size; ++j) {
+    out.status[j] = static_cast<std::uint8_t>(KeyStatus::kFound);
+    if (out.handles[j] < 0) missing.positions.push_back(j);
+  }
+  if (missing.positions.size() >= kNoRow) throw std::length_error("store: too many keys in a call");
+  use_found(out, in.size, counts, batch, *journal);
+  Departure departure;
+  try {
+    enter_provisionally(&missing);
+    admit(&missing, counts);
+    departure = plan_departure(missing.num_new, batch, score);
+    number_rows(&missing, departure);
+    limbo_.reserve(limbo_.size() + 1);
+    count_absent(missing, journal);
+  } catch (...) {
+    restore_counts(journal->counts);
+    withdraw(missing);
+    restore_metadata(out, in.size, *journal);
+    throw;
+  }
+  journal->sequence = ++sequence_;
+  journal->newest_before = newest_;
+  journal->last_batch_before = last_batch_;
+  journal->num_evicted = static_cast<std::int64_t>(departure.rows.size());
+  newest_ = journal->sequence;
+  last_batch_ = std::max(last_batch_, batch);
+  depart(&departure, batch, journal->sequence);
+  take_numbers(missing);
+  settle(missing);
+  write_new_rows(missing, batch, out);
+}
+
+// Metadata of keys that have rows; what it was goes into the journal.
+void EmbeddingStore::use_found(const RetrievalSpan& out, std::int64_t size,
+                               const std::int64_t* counts, std::int64_t batch,
+                               const RetrievalJournal& journal) {
+  for (std::int64_t j = 0; j < size; ++j) {
+    if (out.handles[j] >= 0) continue;
+    journal.last_used[j] = -1;
+    journal.frequency[j] = 0;
+  }
+  const auto request_record = [this](std::int64_t handle) {
+    __builtin_prefetch(record(handle), 1);
+  };
+  for_each_in_owner_order(out.handles, size, false, request_record, [&](std::int64_t j) {
+    Record* const used = record(out.handles[j]);
+    journal.last_used[j] = used->last_used;
+    journal.frequency[j] = used->frequency;
+    if (batch >= 0) used->last_used = batch;
+    used->frequency += counts == nullptr ? 1 : counts[j];
+  });
+}
+
+void EmbeddingStore::restore_metadata(const RetrievalSpan& out, std::int64_t size,
+                                      const RetrievalJournal& journal) {
+  const auto request_record = [this](std::int64_t handle) {
+    __builtin_prefetch(record(handle), 1);
+  };
+  for_each_in_owner_order(out.handles, size, true, request_record, [&](std::int64_t j) {
+    Record* const used = record(out.handles[j]);
+    used->last_used = journal.last_used[j];
+    used->frequency = journal.frequency[j];
+  });
+}
+
+void EmbeddingStore::enter_provisionally(Missing* missing) {
+  const std::uint32_t count = missing->count();
+  missing->hashes.resize(count);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    missing->hashes[i] = tables_[missing->table(i)]->index.hash(missing->key(i));
+  }
+  missing->first.assign(count, Missing::kNotEntered);
+  missing->rows.assign(count, kNoRow);
+  missing->by_shard.assign(count, [&](std::uint32_t i) { return missing->hashes[i]; });
+  const auto request_bucket = [&](std::uint32_t i) {
+    tables_[missing->table(i)]->index.prefetch(missing->hashes[i]);
+  };
+  missing->by_shard.for_each(request_bucket, [&](std::uint32_t i) {
+    const std::uint32_t found =
+        tables_[missing->table(i)]->index.insert(missing->hashes[i], missing->key(i), i);
+    missing->first[i] = found == kNoRow ? i : found;
+  });
+}
+
+void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
+  const std::uint32_t count = missing->count();
+  missing->occurrences.assign(count, 0);
+  missing->admitted.assign(count, 1);
+  missing->num_new.assign(tables_.size(), 0);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    missing->occurrences[missing->first[i]] +=
+        counts == nullptr ? 1 : counts[missing->positions[i]];
+  }
+  const auto has_rule = [](const std::unique_ptr<Table>& table) {
+    return table->config.admission.kind != AdmissionKind::kAll;
+  };
+  if (std::any_of(tables_.begin(), tables_.end(), has_rule)) {
+    missing->before.assign(count, 0);
+    parallel_ranges(count, kKeysPerTask / 4, [&](std::int64_t begin, std::int64_t end) {
+      for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
+        if (missing->first[i] != i) continue;
+        const AdmissionCounts& known = tables_[missing->table(i)]->counts;
+        missing->before[i] = known.count(missing->hashes[i], missing->key(i));
+        missing->admitted[i] =
+            known.admits(missing->hashes[i], missing->before[i] + missing->occurrences[i]);
+      }
+    });
+  }
+  for (std::uint32_t i = 0; i < count; ++i) {
+    if (missing->first[i] == i) missing->num_new[missing->table(i)] += missing->admitted[i];
+  }
+}
+
+void EmbeddingStore::number_rows(Missing* missing, const Departure& departure) {
+  missing->sizes.clear();
+  for (std::size_t t = 0; t < tables_.size(); ++t) {
+    missing->sizes.push_back(tables_[t]->size - departure.leaving(t));
+  }
+  missing->num_rows = num_rows_.load(std::memory_order_relaxed);
+  missing->num_free = num_free_;
+  for (std::uint32_t i = 0; i < missing->count(); ++i) {
+    if (missing->first[i] != i || missing->admitted[i] == 0) continue;
+    std::int64_t& size = missing->sizes[missing->table(i)];
+    const std::int64_t quota = tables_[missing->table(i)]->config.quota;
+    if (quota >= 0 && size >= quota) continue;
+    if (missing->num_free > 0) {
+      missing->rows[i] = *free_row_number(--missing->num_free);
+    } else if (missing->num_rows < std::int64_t{kNoRow}) {
+      missing->rows[i] = static_cast<std::uint32_t>(missing->num_rows++);
+    } else {
+      continue;
+    }
+    ++size;
+  }
+  const auto num_rows = static_cast<std::uint64_t>(missing->num_rows);
+  slabs_.reserve(num_rows);
+  records_.reserve(num_rows);
+  free_rows_.reserve(num_rows);
+}
+
+// Counts keys that stay without a row, and remembers what is forgotten about those that get one.
+void EmbeddingStore::count_absent(const Missing& missing, RetrievalJournal* journal) {
+  journal->counts.clear();
+  const auto counts_keys = [](const std::unique_ptr<Table>& table) {
+    return table->counts.counting();
+  };
+  if (std::none_of(tables_.begin(), tables_.end(), counts_keys)) return;
+  std::vector<CountChange>& changes = journal->counts;
+  changes.assign(missing.count(), CountChange{0, -1, 0});
+  const auto add = [&](std::uint32_t i) {
+    const std::uint32_t before = tables_[missing.table(i)]->counts.add(
+        missing.hashes[i], missing.key(i), missing.occurrences[i]);
+    changes[i] = CountChange{missing.key(i), missing.table(i), before};
+  };
+  for (std::uint32_t i = 0; i < missing.count(); ++i) {
+    if (missing.first[i] != i || missing.rows[i] != kNoRow) continue;
+    AdmissionCounts& counts = tables_[missing.table(i)]->counts;
+    if (!counts.filtering()) continue;
+    counts.reserve(missing.hashes[i]);
+    add(i);
+  }
+  missing.by_shard.for_each([](std::uint32_t) {},
+                            [&](std::uint32_t i) {
+                              const AdmissionCounts& counts = tables_[missing.table(i)]->counts;
+                              if (missing.first[i] != i || !counts.counting() || counts.filtering())
+                                return;
+                              if (missing.rows[i] == kNoRow) add(i);
+                            });
+  // From here on nothing fails.
+  missing.by_shard.for_each(
+      [](std::uint32_t) {},
+      [&](std::uint32_t i) {
+        AdmissionCounts& counts = tables_[missing.table(i)]->counts;
+        if (missing.first[i] != i || missing.rows[i] == kNoRow || counts.filtering()) return;
+        if (missing.before[i] == 0) return;
+        const std::uint32_t before = counts.forget(missing.hashes[i], missing.key(i));
+        changes[i] = CountChange{missing.key(i), missing.table(i), before};
+      });
+  const auto unchanged = [](const CountChange& change) { return change.table < 0; };
+  changes.erase(std::remove_if(changes.begin(), changes.end(), unchanged), changes.end());
+}
+
+void EmbeddingStore::restore_counts(const std::vector<CountChange>& changes) {
+  const auto restore = [&](const CountChange& change) {
+    const Table& table = *tables_[change.table];
+    tables_[change.table]->counts.restore(table.index.hash(change.key), change.key, change.before);
+  };
+  for (auto change = changes.rbegin(); change != changes.rend(); ++change) {
+    if (change->table < 0) continue;
+    if (tables_[change->table]->counts.filtering() || change->before == 0) restore(*change);
+  }
+  for (const CountChange& change : changes) {
+    if (change.table < 0 || change.before == 0) continue;
+    if (!tables_[change.table]->counts.filtering()) restore(change);
+  }
+}
+
+void EmbeddingStore::take_numbers(const Missing& missing) {
+  num_rows_.store(missing.num_rows, std::memory_order_relaxed);
+  num_free_ = missing.num_free;
+  for (std::size_t t = 0; t < tables_.size(); ++t) tables_[t]->size = missing.sizes[t];
+}
+
+void EmbeddingStore::settle(const Missing& missing) {
+  const auto request_bucket = [&](std::uint32_t i) {
+    tables_[missing.table(i)]->index.prefetch(missing.hashes[i]);
+  };
+  missing.by_shard.for_each(request_bucket, [&](std::uint32_t i) {
+    if (missing.first[i] != i) return;
+    KeyIndex& index = tables_[missing.table(i)]->index;
+    if (missing.rows[i] == kNoRow) {
+      index.erase(missing.hashes[i], missing.key(i));
+    } else {
+      index.assign(missing.hashes[i], missing.key(i), missing.rows[i]);
+    }
+  });
+}
+
+void EmbeddingStore::withdraw(const Missing& missing) {
+  for (std::uint32_t i = 0; i < missing.first.size(); ++i) {
+    if (missing.first[i] != i) continue;
+    tables_[missing.table(i)]->index.erase(missing.hashes[i], missing.key(i));
+  }
+}
+
+// Rows and records of inserted keys; handles, status and counters of all that were missing.
+void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
+                                    const RetrievalSpan& out) {
+  const auto status_of = [&](std::uint32_t i) {
+    const std::uint32_t first = missing.first[i];
+    if (missing.rows[first] == kNoRow) {
+      return missing.admitted[first] != 0 ? KeyStatus::kRefused : KeyStatus::kNotAdmitted;
+    }
+    return first == i ? KeyStatus::kInserted : KeyStatus::kFound;
+  };
+  parallel_ranges(missing.count(), kKeysPerTask / 8, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
+      const std::uint32_t number = missing.rows[missing.first[i]];
+      const std::int64_t j = missing.positions[i];
+      out.handles[j] = number == kNoRow ? -1 : std::int64_t{number};
+      const KeyStatus status = status_of(i);
+      out.status[j] = static_cast<std::uint8_t>(status);
+      if (status != KeyStatus::kInserted) continue;
+      const std::int64_t before = missing.before.empty() ? 0 : missing.before[i];
+      initial_row(missing.table(i), missing.key(i), row(number));
+      *record(number) = Record{missing.key(i), std::max<std::int64_t>(batch, -1),
+                               before + missing.occurrences[i], missing.table(i), 0};
+    }
+  });
+  for (std::uint32_t i = 0; i < missing.count(); ++i) {
+    if (missing.first[i] != i) continue;
+    TableCounters& counters = tables_[missing.table(i)]->counters;
+    const KeyStatus status = status_of(i);
+    counters.inserted += status == KeyStatus::kInserted;
+    counters.refused += status == KeyStatus::kRefused;
+    counters.not_admitted += status == KeyStatus::kNotAdmitted;
+  }
+}
+
+void EmbeddingStore::undo(const RetrievalSpan& retrieval, std::int64_t size,
+                          RetrievalJournal* journal) {
+  check_handles(retrieval.handles, size);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  if (journal->sequence < 0) {
+    throw std::invalid_argument("undo: this retrieval has been undone already");
+  }
+  if (journal->sequence != newest_) {
+    throw std::invalid_argument(
+        "undo: this is not the newest retrieval of the store: undo newer ones first");
+  }
+  if (journal->num_evicted > 0 && (limbo_.empty() || limbo_.back().sequence != journal->sequence)) {
+    throw std::invalid_argument(
+        "undo: rows that this retrieval evicted are free since the retrieval of a batch two or "
+        "more after it");
+  }
+  restore_metadata(retrieval, size, *journal);
+  // Backwards, so that repeating the retrieval gives the keys the same rows.
+  for (std::int64_t j = size - 1; j >= 0; --j) {
+    if (retrieval.status[j] != static_cast<std::uint8_t>(KeyStatus::kInserted)) continue;
+    const Record* const inserted = record(retrieval.handles[j]);
+    if (inserted->table < 0) continue;
+    Table* const table = tables_[inserted->table].get();
+    const std::int64_t key = inserted->key;
+    free_row(table, table->index.erase(table->index.hash(key), key));
+  }
+  if (journal->num_evicted > 0) {
+    bring_back(limbo_.back());
+    limbo_.pop_back();
+  }
+  restore_counts(journal->counts);
+  for (std::size_t t = 0; t < tables_.size(); ++t) tables_[t]->counters = journal->counters[t];
+  last_batch_ = journal->last_batch_before;
+  newest_ = journal->newest_before;
+  journal->sequence = -1;
+}
+
+std::int64_t EmbeddingStore::load_rows(const KeySpan& in, const float* rows,
+                                       const MetadataSpan& metadata) {
+  check_tables(in);
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  std::vector<std::int64_t> handles(static_cast<std::size_t>(in.size));
+  search(in, handles.data());
+  Missing missing(in);
+  for (std::int64_t j = 0; j < in.size; ++j) {
+    if (handles[j] < 0) missing.positions.push_back(j);
+  }
+  if (missing.positions.size() >= kNoRow) throw std::length_error("store: too many keys in a call");
+  std::int64_t refused = -1;
+  try {
+    enter_provisionally(&missing);
+    missing.admitted.assign(missing.count(), 1);
+    number_rows(&missing, Departure{});
+  } catch (...) {
+    withdraw(missing);
+    throw;
+  }
+  for (std::uint32_t i = 0; i < missing.count(); ++i) {
+    const std::uint32_t number = missing.rows[missing.first[i]];
+    handles[missing.positions[i]] = number;
+    if (number == kNoRow && refused < 0) refused = missing.positions[i];
+  }
+  if (refused >= 0) {
+    withdraw(missing);
+    return refused;
+  }
+  take_numbers(missing);
+  settle(missing);
+  newest_ = ++sequence_;
+  for (std::int64_t j = 0; j < in.size; ++j) {
+    *record(handles[j]) =
+        Record{in.keys[j], metadata.last_used[j], metadata.frequency[j], in.tables[j], 0};
+    last_batch_ = std::max(last_batch_, metadata.last_used[j]);
+  }
+  write_back(handles.data(), in.size, rows);
+  return -1;
+}
+
+}  // namespace nestpipe

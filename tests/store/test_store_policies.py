@@ -1,0 +1,122 @@
+"""Admission and eviction in a store: the same answers as the dictionary model gives, on any number of threads, and undo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stores import EXTREMES, StateOf, keys_of, whole_rows
+
+from nestpipe_kernels._native import core
+from nestpipe_kernels.policy import LFU, LRU, TTL, CountingFilter, MinFrequency, Probability, Score
+from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.testing.policy_model import TableModel
+from nestpipe_kernels.types import TableSpec
+
+
+def by_modulus(keys, last_used, frequency, batch):
+    """A score with many ties, and infinities."""
+    scores = (keys % 5).to(torch.float32) + 0.0 * batch
+    return torch.where(keys % 7 == 0, float("inf"), scores)
+
+
+ADMISSIONS = [
+    None,
+    MinFrequency(1),
+    MinFrequency(3),
+    MinFrequency(3, CountingFilter(4096)),
+    MinFrequency(255, CountingFilter(5000)),
+    Probability(0.5),
+    Probability(0.25, seed=-3),
+    Probability(0.0),
+    Probability(1.0),
+]
+EVICTIONS = [
+    None, LRU(), LRU(0.0), LRU(0.5), LFU(0.1), LFU(0.0), TTL(1), TTL(3, 0.2), TTL(40), Score(by_modulus, 0.2)
+]  # fmt: skip
+
+some_key = st.one_of(st.integers(0, 30), st.sampled_from(EXTREMES))
+some_step = st.one_of(
+    st.tuples(
+        st.just("retrieve"),
+        st.lists(st.tuples(some_key, st.integers(0, 1), st.integers(1, 4)), max_size=25),
+        st.sampled_from([0, 1, 1, 1, 2, 5]),
+    ),
+    st.tuples(st.just("undo"), st.none(), st.none()),
+)
+
+
+class Pair:
+    """A store of two tables beside their models."""
+
+    def __init__(self, specs):
+        self.store = EmbeddingStore(specs, dim=2, optimizer=StateOf())
+        self.models = [TableModel(s.name, s.capacity, s.admission, s.eviction) for s in specs]
+        self.done = []
+        self.batch = 0
+
+    def retrieve(self, occurrences, batch):
+        keys = torch.tensor([key for key, _, _ in occurrences], dtype=torch.int64)
+        tables = torch.tensor([table for _, table, _ in occurrences], dtype=torch.int32)
+        counts = torch.tensor([count for _, _, count in occurrences], dtype=torch.int64)
+        retrieval = self.store.retrieve(keys, tables, counts, batch)
+        evicted = list(zip(*(column.tolist() for column in self.store.evicted(retrieval))))
+        expected = []
+        for t, model in enumerate(self.models):
+            mine = [(key, count) for key, table, count in occurrences if table == t]
+            status, gone = model.retrieve([key for key, _ in mine], [count for _, count in mine], batch)
+            assert retrieval.status[tables == t].tolist() == status
+            expected += [(key, t) for key in gone]
+        assert evicted == expected
+        assert ((retrieval.handles >= 0) == (retrieval.status < 2)).all()
+        self.done.append((retrieval, self.batch))
+        self.batch = batch
+
+    def undo(self):
+        retrieval, self.batch = self.done.pop()
+        self.store.undo(retrieval)
+        for model in self.models:
+            model.undo()
+
+    def check(self):
+        for t, model in enumerate(self.models):
+            keys, handles = self.store.export_table(t)
+            metadata = self.store.read_metadata(handles)
+            rows = zip(keys.tolist(), metadata.last_used.tolist(), metadata.frequency.tolist())
+            assert {key: (used, frequency) for key, used, frequency in rows} == model.rows
+            assert torch.equal(self.store.find_handles(keys, torch.full((len(keys),), t, dtype=torch.int32)), handles)
+            assert self.store.size(t) == len(model.rows)
+            assert self.store.counters(t) == model.counters
+            state = self.store.admission_state(t)
+            if model.filter is None:
+                assert dict(zip(state["keys"].tolist(), state["counts"].tolist())) == model.ghosts
+            else:
+                blocks = {block: cells for block, cells in model.filter.blocks.items() if any(cells)}
+                assert dict(zip(state["blocks"].tolist(), state["cells"].tolist())) == blocks
+        assert self.store.last_batch == max(model.largest_batch for model in self.models)
+
+
+@given(
+    st.sampled_from(ADMISSIONS),
+    st.sampled_from(EVICTIONS),
+    st.integers(0, 12),
+    st.lists(some_step, min_size=1, max_size=14),
+    st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=250, deadline=None)
+def test_a_store_does_what_the_model_does(admission, eviction, capacity, steps, threads):
+    core().set_num_threads(threads)
+    specs = [
+        TableSpec("a", -1, None, 0, capacity, admission=admission, eviction=eviction),
+        TableSpec("b", -1, None, 0, 9, admission=MinFrequency(2), eviction=LRU()),
+    ]
+    pair = Pair(specs)
+    for what, occurrences, ahead in steps:
+        if what == "retrieve":
+            # Now and then without a batch: no metadata, no eviction.
+            pair.retrieve(occurrences, -1 if ahead == 0 and len(occurrences) % 2 else max(pair.batch, 0) + ahead)
+            pair.done = pair.done[-1:] if ahead > 1 else pair.done[-2:]
+        elif pair.done:
+            pair.undo()
+        pair.check()
