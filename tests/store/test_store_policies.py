@@ -1,12 +1,11 @@
-"""Admission and eviction in a store: the same answers as the dictionary model gives, on any number of threads, and undo."""
+"""Admission and eviction in a store: the answers of the dictionary model, on any number of threads, and undo."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stores import EXTREMES, StateOf, keys_of, whole_rows
+from stores import EXTREMES, StateOf
 
 from nestpipe_kernels._native import core
 from nestpipe_kernels.policy import LFU, LRU, TTL, CountingFilter, MinFrequency, Probability, Score
