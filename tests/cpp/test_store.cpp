@@ -16,14 +16,15 @@ namespace {
 
 StoreConfig config_of(std::int64_t dim, std::uint64_t limit_bytes = ~std::uint64_t{0}) {
   StoreConfig config{dim, dim, 0.25f, limit_bytes, {}};
-  config.tables.push_back({hash_name("a"), 1, {InitKind::kUniform, -1.0, 1.0}, -1, {}, false, {}, {}});
-  config.tables.push_back({hash_name("b"), 2, {InitKind::kNormal, 0.0, 1.0}, 3000, {}, false, {}, {}});
+  config.tables.push_back(
+      {hash_name("a"), 1, {InitKind::kUniform, -1.0, 1.0}, -1, {}, false, {}, {}});
+  config.tables.push_back(
+      {hash_name("b"), 2, {InitKind::kNormal, 0.0, 1.0}, 3000, {}, false, {}, {}});
   return config;
 }
 
 struct Call {
-  explicit Call(std::int64_t size)
-      : keys(size), tables(size), handles(size), status(size) {}
+  explicit Call(std::int64_t size) : keys(size), tables(size), handles(size), status(size) {}
 
   KeySpan in() const {
     return {keys.data(), tables.data(), static_cast<std::int64_t>(keys.size())};
