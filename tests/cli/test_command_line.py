@@ -72,7 +72,6 @@ def test_bad_arguments_are_one_line(capsys, arguments: list[str], message: str) 
         (["--model", "hstu"], "model hstu is not available yet: choose dlrm"),
         (["--model", "fuxi"], "model fuxi is not available yet: choose dlrm"),
         (["--model", "x"], "unknown model 'x': choose dlrm"),
-        (["--checkpoint", "dir"], "--checkpoint is not available yet; leave it out"),
         (["--compare", "--schedule", "sequential"], "--compare runs `sequential` beside --schedule; choose dbp"),
         (["--timeline", "step.pdf"], "--timeline must end in .html, .json, .png, got 'step.pdf'"),
         (["--timeline", "no/such/folder/step.html"], "--timeline no/such/folder/step.html: there is no folder"),

@@ -18,6 +18,7 @@ TIMELINE_SUFFIXES = (".html", ".json", ".png")
 _EPILOG = """examples:
   nestpipe train --nproc 2 --compare --timeline step.html
   nestpipe train --data movielens:ml-100k.inter --nproc 2 --compare
+  nestpipe train --steps 5000 --checkpoint run1 --checkpoint-every 500   (again after an interruption: goes on)
   nestpipe train --data criteo:train.txt --schedule nested --micro-batches 8 --steps 500
 Under torchrun leave --nproc out: every process is then one rank."""
 
@@ -45,8 +46,14 @@ class TrainOptions:
     compare: bool
     emulate_accelerator: float | None
     json: str | None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.compare and self.checkpoint is not None:
+            raise ValueError("--compare trains twice from the start and saves nothing; leave --checkpoint out")
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise ValueError("--checkpoint-every needs --checkpoint DIR")
         if self.compare and self.schedule == "sequential":
             raise ValueError("--compare runs `sequential` beside --schedule; choose dbp, fwp, nested or async")
         if self.nproc > 1 and process_environment().get("RANK"):
@@ -112,9 +119,12 @@ def add_train(commands: Any) -> None:
     what.add_argument("--lr", type=_rate, help="learning rate of the tables (that of the optimizer in torch)")
     what.add_argument("--dense-lr", type=_rate, default=1e-3, help="learning rate of the dense part, Adam (0.001)")
     what.add_argument("--batch-size", type=positive, metavar="B", help="samples of a rank in a step (512)")
-    what.add_argument("--steps", type=positive, metavar="N", help="steps (one pass over the data, at least 20)")
+    what.add_argument("--steps", type=positive, metavar="N", help="steps in all (one pass over the data, at least 20)")
     what.add_argument("--seed", type=int, default=0, help="seed of data, tables and dense part (0)")
-    what.add_argument("--checkpoint", metavar="DIR", help="not available yet")
+    what.add_argument("--checkpoint", metavar="DIR", help="continue from DIR if a checkpoint is there; save there")
+    what.add_argument(
+        "--checkpoint-every", type=positive, metavar="N", help="save after every N steps, too (at the end alone)"
+    )
     how = parser.add_argument_group("how to train")
     how.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks to start on this machine (1)")
     how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
@@ -136,8 +146,6 @@ def add_train(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if parsed.checkpoint is not None:
-        raise ValueError("--checkpoint is not available yet; leave it out")
     values = {name: getattr(parsed, name) for name in TrainOptions.__dataclass_fields__}
     options = TrainOptions(**values)
     from nestpipe_kernels.cli.train import train

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe_kernels import optim
+from nestpipe_kernels.cli.checkpointing import Checkpoints, check_directory, saved_steps
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.report import explain, table
 from nestpipe_kernels.cli.snapshot import first_difference
@@ -50,6 +51,8 @@ def train(options: TrainOptions, arguments: Sequence[str]) -> int:
     launched = bool(process_environment().get("RANK"))
     if not launched:
         _check_outputs(options)
+        if options.checkpoint is not None:
+            check_directory(options)
     if options.nproc > 1 and not launched:
         dataset = _open(options)  # bad data is one error here, not one of each rank
         _check_size(dataset, options.nproc)
@@ -122,6 +125,14 @@ def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
             f"{options.micro_batches} micro-batches, {steps} steps, {options.optimizer}, D {options.dim}",
             flush=True,
         )
+    checkpoints: Checkpoints | None = None
+    if options.checkpoint is not None:
+        done = saved_steps(options)
+        if done is not None and done >= steps:
+            if rank == 0:
+                print(f"{options.checkpoint} is at step {done} already: nothing to do (--steps counts all steps)")
+            return
+        checkpoints = Checkpoints(options, rank)
     drawn: list[Batch] | None = None
     if options.compare and steps <= DRAWN_AHEAD:
         drawn = list(itertools.islice(stream, steps))  # time that the loader takes is in neither schedule's steps
@@ -135,7 +146,11 @@ def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
             embedding_dim=options.dim,
         )
         source: Iterable[Batch] = itertools.islice(stream, steps) if drawn is None else drawn
-        runs.append(train_once(options, schedule, model, source, steps, rank, snapshot=options.compare))
+        if checkpoints is not None:
+            source = stream
+        runs.append(
+            train_once(options, schedule, model, source, steps, rank, snapshot=options.compare, checkpoints=checkpoints)
+        )
         del model
     difference = ""
     if options.compare:

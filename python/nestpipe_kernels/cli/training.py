@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.cli.checkpointing import Checkpoints
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.snapshot import Snapshot, take_snapshot
 from nestpipe_kernels.config import PipelineConfig, default_threads, process_environment
@@ -62,12 +65,12 @@ class TrainingRun:
 class _Progress:
     """A plain line of rank 0 every few seconds, and for the last step."""
 
-    def __init__(self, schedule: str, steps: int, speaks: bool) -> None:
+    def __init__(self, schedule: str, done: int, steps: int, speaks: bool) -> None:
         self._schedule = schedule
         self._total = steps
         self._speaks = speaks
         self._last_time = time.perf_counter()
-        self._last_step = 0
+        self._last_step = done
 
     def after(self, step: int, loss: Tensor) -> None:
         now = time.perf_counter()
@@ -108,9 +111,15 @@ def train_once(
     rank: int,
     *,
     snapshot: bool,
+    checkpoints: Checkpoints | None = None,
 ) -> TrainingRun:
-    """Train on the `steps` batches of `loader`; `snapshot` keeps all parameters. Raises as NestedPipeline does."""
+    """Train on the `steps` batches of `loader`; `snapshot` keeps all parameters. Raises as NestedPipeline does.
+
+    With `checkpoints` `steps` counts those of earlier runs, and `loader` may have more batches.
+    """
     torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    np.random.seed(options.seed % 2**32)
     torch.set_num_threads(torch_threads())
     dense = torch.optim.Adam(model.parameters(), lr=options.dense_lr)
     config = PipelineConfig(
@@ -127,12 +136,18 @@ def train_once(
     if options.emulate_accelerator is not None:
         loss_fn = _with_wait(options.emulate_accelerator / 1e3 / options.micro_batches)
     with NestedPipeline(model, dense, loss_fn, config) as pipeline:
-        progress = _Progress(schedule, steps, speaks=rank == 0)
+        done = 0 if checkpoints is None else checkpoints.resume(model, pipeline, loader)
+        progress = _Progress(schedule, done, steps, speaks=rank == 0)
         started = time.perf_counter()
         for step in pipeline.run(loader):
+            done += 1
             losses.append(step.loss)
             samples += 0 if step.output is None else len(step.output[1])
-            progress.after(len(losses), step.loss)
+            progress.after(done, step.loss)
+            if checkpoints is not None:
+                checkpoints.after(done, steps, model, pipeline, loader)
+                if done == steps:
+                    break
         pipeline.drain()
         seconds = time.perf_counter() - started
         return TrainingRun(
