@@ -83,6 +83,9 @@ FAULTS = {
     21: [
         "ops/test_row_update.py::test_fault_21_bias_correction_by_row_counts_own_updates",
         "ops/test_row_update.py::test_fault_21_lazy_rule_and_step_alone_decide_bias_correction",
+        "ops/test_row_update_rules.py::test_fault_21_first_update_of_a_row_starts_its_buffer_whenever_it_comes",
+        "ops/test_row_update_rules.py::test_fault_21_rows_without_gradient_stand_still",
+        "ops/test_row_update_rules.py::test_fault_21_step_or_rows_own_count_decides_bias_correction",
     ],
     22: [
         "optim/test_settings.py::test_fault_22_defaults_are_those_of_torch",

@@ -66,12 +66,11 @@ std::int64_t state_floats(const UpdateSettings& settings, std::int64_t dim) {
       return 1;
     case UpdateRule::kAdam:
     case UpdateRule::kAdamW:
+    case UpdateRule::kFtrl:
     case UpdateRule::kLamb:
       return 2 * dim;
     case UpdateRule::kRowWiseAdam:
       return dim + 1;
-    case UpdateRule::kFtrl:
-      return 2 * dim + 1;
   }
   throw std::invalid_argument("row_update: unknown update rule " +
                               std::to_string(static_cast<std::int32_t>(settings.rule)));

@@ -259,7 +259,7 @@ struct Lamb : Moments {
   }
 };
 
-// State: z [dim], n [dim], and the learning rate of the row's last update (0: none yet).
+// State: z [dim], n [dim]. The embedding leads: z is read only where the embedding is 0.
 template <bool kDecay>
 struct Ftrl {
   // A smaller learning rate moves nothing: its reciprocal could overflow.
@@ -282,28 +282,23 @@ struct Ftrl {
     float* __restrict linear = row.state;
     float* __restrict squares = row.state + row.dim;
     const float* __restrict grad = row.grad;
-    const float lr = row.lr;
-    float& last = row.state[2 * row.dim];
-    if (last == 0.0f) {
-      for (std::int64_t d = 0; d < row.dim; ++d) {
-        const float q = (beta + std::sqrt(squares[d])) / lr + l2;
-        linear[d] = -(p[d] * q) - (p[d] > 0.0f ? l1 : p[d] < 0.0f ? -l1 : 0.0f);
-      }
-      last = lr;
-    }
-    const float last_lr = last;
     for (std::int64_t d = 0; d < row.dim; ++d) {
-      const float g = decayed<kDecay>(grad[d], decay, p[d]);
-      const float old_rate = (beta + std::sqrt(squares[d])) / last_lr;
+      const float start = p[d];
+      const float g = decayed<kDecay>(grad[d], decay, start);
       const float n = squares[d] + g * g;
-      const float rate = (beta + std::sqrt(n)) / lr;
-      const float z = linear[d] + (g - (rate - old_rate) * p[d]);
+      const float q = (beta + std::sqrt(n)) / row.lr + l2;
+      const float held = clamped(linear[d], l1);
+      const float c = start > 0.0f ? l1 : start < 0.0f ? -l1 : -held;
+      const float t = start + (c - g) / q;
       squares[d] = n;
-      linear[d] = z;
-      const float inside = z > l1 ? l1 : z < -l1 ? -l1 : z;
-      p[d] = (inside - z) / (rate + l2);
+      linear[d] = -(t * q);
+      p[d] = t - clamped(t, l1 / q);
     }
-    last = lr;
+  }
+
+ private:
+  static float clamped(float value, float limit) {
+    return value > limit ? limit : value < -limit ? -limit : value;
   }
 };
 

@@ -11,8 +11,11 @@ import sys
 import pytest
 import torch
 
+from nestpipe_kernels import optim
 from nestpipe_kernels.cli.main import main
+from nestpipe_kernels.cli.options import OPTIMIZERS, TrainOptions
 from nestpipe_kernels.cli.snapshot import Snapshot, TableRows, first_difference
+from nestpipe_kernels.cli.train import make_optimizer
 from nestpipe_kernels.cli.training import TrainingRun
 
 SMALL = ["--steps", "4", "--batch-size", "24", "--dim", "8", "--micro-batches", "3"]
@@ -25,6 +28,27 @@ def test_compare_says_identical(capsys, schedule: str) -> None:
     assert f"result: identical ({schedule} against sequential: losses of 4 steps" in text
     assert "sequential |" in text
     assert f"{schedule} " in text
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_can_be_chosen(capsys, optimizer: str) -> None:
+    settings = ["--weight-decay", "0.01", *(["--momentum", "0.9"] if optimizer == "sgd" else [])]
+    assert main(["train", "--optimizer", optimizer, *settings, *SMALL, "--steps", "2"]) == 0
+    assert f"2 steps, {optimizer}, D 8" in capsys.readouterr().out
+
+
+def test_optimizers_settings_reach_it() -> None:
+    defaults = dict.fromkeys(TrainOptions.__dataclass_fields__)
+    plain = {"momentum": 0.0, "nproc": 1, "compare": False}
+    options = TrainOptions(**{**defaults, **plain, "optimizer": "adamw"})
+    assert make_optimizer(options) == optim.AdamW()
+    options = TrainOptions(**{**defaults, **plain, "optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1, "lr": 0.5})
+    assert make_optimizer(options) == optim.SGD(lr=0.5, momentum=0.9, weight_decay=0.1)
+
+
+def test_momentum_is_refused_where_the_optimizer_has_none(capsys) -> None:
+    assert main(["train", "--optimizer", "adam", "--momentum", "0.9", *SMALL]) == 1
+    assert "--momentum goes with --optimizer sgd, got adam" in capsys.readouterr().err
 
 
 def test_stale_rows_differ_and_are_said_to(capsys) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from row_cases import DIMS, bits, native_threads
 from torch import Tensor
 
 from nestpipe_kernels import optim
-from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward
+from nestpipe_kernels.ops.lookup_pool import pool_backward
 from nestpipe_kernels.ops.row_update import reference, row_update
 from nestpipe_kernels.types import PoolingType, SparseOptimizer
 
@@ -197,89 +195,6 @@ def test_zero_gradient_of_a_new_row_is_finite(optimizer: SparseOptimizer) -> Non
     rows = torch.zeros(1, 4 + optimizer.state_floats(4) + 1)
     row_update(rows, torch.zeros(1, 4), optimizer, 1, 0.1)
     assert torch.equal(rows[:, :4], torch.zeros(1, 4))
-
-
-# ------------------------------------------------------------------------------------- against torch.optim (100 steps)
-
-NUM_ROWS, DIM, STEPS = 12, 6, 100
-
-
-def _batches(seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(NUM_ROWS, DIM, generator=generator)
-    ids = [torch.randint(0, NUM_ROWS, (8,), generator=generator) for _ in range(STEPS)]
-    return start, ids, torch.randn(STEPS, 8, DIM, generator=generator)
-
-
-def _train_torch(start: Tensor, ids: list[Tensor], goals: Tensor, make: Callable[..., torch.optim.Optimizer]) -> Tensor:
-    table = torch.nn.Embedding(NUM_ROWS, DIM, sparse=True, dtype=start.dtype)
-    table.weight.data.copy_(start)
-    optimizer = make(table.parameters())
-    for batch, goal in zip(ids, goals):
-        optimizer.zero_grad()
-        ((table(batch) - goal.to(start.dtype)) ** 2).sum().backward()
-        optimizer.step()
-    return table.weight.detach()
-
-
-def _train_ours(start: Tensor, ids: list[Tensor], goals: Tensor, optimizer: SparseOptimizer, initial: float) -> Tensor:
-    rows = torch.full((NUM_ROWS, DIM + optimizer.state_floats(DIM) + 1), initial)
-    rows[:, :DIM], rows[:, -1] = start, 0.0
-    none = PoolingType.NONE.code
-    for step, (batch, goal) in enumerate(zip(ids, goals), start=1):
-        out, bags = torch.empty(8, DIM), (batch, torch.arange(9), [0, 8], [none])
-        pool_forward(rows[:, :DIM], *bags, [out])
-        grads = torch.zeros(NUM_ROWS, DIM)
-        pool_backward([2 * (out - goal)], None, *bags, None, grads)
-        row_update(rows, grads, optimizer, step, optimizer.lr, torch.isin(torch.arange(NUM_ROWS), batch))
-    return rows[:, :DIM].clone()
-
-
-def _rms(error: Tensor) -> float:
-    return float(error.double().pow(2).mean().sqrt())
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "initial"),
-    [
-        (optim.SGD(lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05), 0.0),
-        (optim.Adagrad(lr=0.05), lambda p: torch.optim.Adagrad(p, lr=0.05), 0.0),
-        (
-            optim.Adagrad(lr=0.05, initial_accumulator_value=0.5),
-            lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.5),
-            0.5,
-        ),
-        (optim.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(list(p), lr=0.01), 0.0),
-    ],
-    ids=["sgd", "adagrad", "adagrad-initial", "adam"],
-)
-def test_error_at_most_twice_that_of_torch_float32(
-    ours: SparseOptimizer, theirs: Callable[..., torch.optim.Optimizer], initial: float
-) -> None:
-    errors, limits = [], []
-    for seed in range(5):
-        start, ids, goals = _batches(seed)
-        truth = _train_torch(start.double(), ids, goals, theirs)
-        own = _rms(_train_torch(start, ids, goals, theirs) - truth)
-        ulp = float(torch.finfo(torch.float32).eps) * _rms(truth)
-        errors.append(_rms(_train_ours(start, ids, goals, ours, initial) - truth))
-        limits.append(2 * own + ulp)
-    assert statistics.median(errors) <= statistics.median(limits)
-
-
-def test_row_wise_adagrad_follows_its_formula_in_float64() -> None:
-    optimizer = optim.RowWiseAdagrad(lr=0.05)
-    start, ids, goals = _batches(0)
-    table, sums = start.double(), torch.zeros(NUM_ROWS, dtype=torch.float64)
-    for batch, goal in zip(ids, goals):
-        grads = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
-        grads.index_add_(0, batch, 2 * (table[batch] - goal.double()))
-        touched = torch.isin(torch.arange(NUM_ROWS), batch)
-        sums += torch.where(touched, grads.pow(2).mean(1), 0.0)
-        table = table - torch.where(touched, 0.05 / (sums.sqrt() + 1e-10), 0.0)[:, None] * grads
-    ours = _train_ours(start, ids, goals, optimizer, 0.0)
-    # 100 float32 steps on values of size ~1
-    assert _rms(ours - table) < 2e-6
 
 
 # ------------------------------------------------------------------------------------------------------- errors

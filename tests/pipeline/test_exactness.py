@@ -18,6 +18,11 @@ OPTIMIZERS = {
     "row_wise_adagrad": optim.RowWiseAdagrad(lr=0.3),
     "adam": optim.Adam(lr=0.1),
     "adam_row": optim.Adam(lr=0.1, bias_correction="row"),
+    "momentum": optim.SGD(lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.01),
+    "adamw": optim.AdamW(lr=0.1, bias_correction="row"),
+    "row_wise_adam": optim.RowWiseAdam(lr=0.1, weight_decay=0.1),
+    "ftrl": optim.FTRL(lr=0.2, l1=0.1, l2=0.1),
+    "lamb": optim.LAMB(lr=0.1, weight_decay=0.1),
 }
 TABLES = {
     "sum_mean": (

@@ -20,10 +20,15 @@ OPTIMIZERS = [
     optim.Adagrad(lr=0.1, initial_accumulator_value=0.25),
     optim.RowWiseAdagrad(),
     optim.Adam(),
+    optim.SGD(lr=0.1, momentum=0.9),
+    optim.AdamW(),
+    optim.RowWiseAdam(),
+    optim.FTRL(lr=0.1, l1=0.1),
+    optim.LAMB(),
 ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_updates_follow_the_references(optimizer):
     store = EmbeddingStore(name="t", dim=5, optimizer=optimizer)
     distinct = torch.arange(30) * 1000 - 7
@@ -98,6 +103,23 @@ def test_the_learning_rates_scale_is_used_and_a_frozen_table_refuses():
     assert torch.equal(store.find(keys_of(1), table="slow")[0], before - 0.5)
     with pytest.raises(ValueError, match=r"apply_gradients: table 'frozen' is frozen \(trainable=False\)"):
         store.apply_gradients(keys_of(1), torch.ones(1, 1), step=1, table="frozen")
+
+
+def test_a_call_may_have_its_own_learning_rate():
+    specs = [TableSpec("slow", -1, None, 0, lr_scale=0.5)]
+    store = EmbeddingStore(specs, dim=1, optimizer=optim.SGD(lr=1.0))
+    before, _ = store.find_or_insert(keys_of(1))
+    store.apply_gradients(keys_of(1), torch.ones(1, 1), step=1, lr=0.25)
+    assert torch.equal(store.find(keys_of(1))[0], before - 0.125)
+    store.apply_gradients(keys_of(1), torch.ones(1, 1), step=2, lr=0)
+    assert torch.equal(store.find(keys_of(1))[0], before - 0.125)
+    store.apply_gradients(keys_of(1), torch.ones(1, 1), step=3)
+    assert torch.equal(store.find(keys_of(1))[0], before - 0.125 - 0.5)
+    for lr in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"apply_gradients: lr must be finite and >= 0, got {lr}"):
+            store.apply_gradients(keys_of(1), torch.ones(1, 1), step=4, lr=lr)
+    with pytest.raises(TypeError, match="apply_gradients: lr must be a number or None, got str"):
+        store.apply_gradients(keys_of(1), torch.ones(1, 1), step=4, lr="0.1")
 
 
 def test_bad_gradients_are_refused():

@@ -8,9 +8,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from nestpipe_kernels.cli.options import OPTIMIZERS, positive
+from nestpipe_kernels.cli.options import positive
 
 __all__ = ["add_bench"]
+
+MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
+"""Update rules that a peer has, too."""
 
 
 def add_bench(commands: Any) -> None:
@@ -35,7 +38,7 @@ def _add_train_step(cases: Any) -> None:
     case.add_argument("--batch", type=positive, default=2048, help="samples of a step")
     case.add_argument("--bag", type=positive, default=20, help="keys of a bag")
     case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
-    case.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="row update")
+    case.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
     case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
     case.add_argument("--repeat", type=positive, default=20, help="timed steps of each")
     case.add_argument("--seed", type=int, default=0, help="seed of keys and gradients")

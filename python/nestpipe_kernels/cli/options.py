@@ -12,7 +12,7 @@ from nestpipe_kernels.config import SCHEDULE_NAMES, process_environment
 
 __all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "positive"]
 
-OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam")
+OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "adamw", "row_wise_adam", "ftrl", "lamb")
 TIMELINE_SUFFIXES = (".html", ".json", ".png")
 
 _EPILOG = """examples:
@@ -39,6 +39,8 @@ class TrainOptions:
     dim: int
     optimizer: str
     lr: float | None
+    momentum: float
+    weight_decay: float | None
     dense_lr: float
     seed: int
     timeout: float
@@ -56,6 +58,8 @@ class TrainOptions:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")
         if self.compare and self.schedule == "sequential":
             raise ValueError("--compare runs `sequential` beside --schedule; choose dbp, fwp, nested or async")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"--momentum goes with --optimizer sgd, got {self.optimizer}")
         if self.nproc > 1 and process_environment().get("RANK"):
             raise ValueError("--nproc starts ranks itself; leave it out where torchrun has started them")
         if self.timeline is not None and not self.timeline.lower().endswith(TIMELINE_SUFFIXES):
@@ -117,6 +121,8 @@ def add_train(commands: Any) -> None:
     what.add_argument("--dim", type=positive, default=64, metavar="D", help="size of an embedding (64)")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="of the tables")
     what.add_argument("--lr", type=_rate, help="learning rate of the tables (that of the optimizer in torch)")
+    what.add_argument("--momentum", type=_rate, default=0.0, metavar="M", help="of sgd (0)")
+    what.add_argument("--weight-decay", type=_rate, metavar="D", help="of the tables (0; adamw 0.01)")
     what.add_argument("--dense-lr", type=_rate, default=1e-3, help="learning rate of the dense part, Adam (0.001)")
     what.add_argument("--batch-size", type=positive, metavar="B", help="samples of a rank in a step (512)")
     what.add_argument("--steps", type=positive, metavar="N", help="steps in all (one pass over the data, at least 20)")

@@ -65,11 +65,26 @@ def train(options: TrainOptions, arguments: Sequence[str]) -> int:
     return 0
 
 
-def make_optimizer(name: str, lr: float | None) -> SparseOptimizer:
-    """The tables' optimizer of that name, with its default learning rate where `lr` is None."""
-    classes = {"sgd": optim.SGD, "adagrad": optim.Adagrad, "row_wise_adagrad": optim.RowWiseAdagrad, "adam": optim.Adam}
-    chosen: Any = classes[name]
-    made: SparseOptimizer = chosen() if lr is None else chosen(lr=lr)
+def make_optimizer(options: TrainOptions) -> SparseOptimizer:
+    """The tables' optimizer that was asked for, with its own defaults for what was left out."""
+    classes: dict[str, Any] = {
+        "sgd": optim.SGD,
+        "adagrad": optim.Adagrad,
+        "row_wise_adagrad": optim.RowWiseAdagrad,
+        "adam": optim.Adam,
+        "adamw": optim.AdamW,
+        "row_wise_adam": optim.RowWiseAdam,
+        "ftrl": optim.FTRL,
+        "lamb": optim.LAMB,
+    }
+    given: dict[str, float] = {}
+    if options.lr is not None:
+        given["lr"] = options.lr
+    if options.weight_decay is not None:
+        given["weight_decay"] = options.weight_decay
+    if options.momentum:
+        given["momentum"] = options.momentum
+    made: SparseOptimizer = classes[options.optimizer](**given)
     return made
 
 
@@ -79,7 +94,7 @@ def _check_outputs(options: TrainOptions) -> None:
             raise ValueError(f"{flag} {path}: there is no folder {Path(path).resolve().parent}; make it first")
     if options.timeline is not None and options.timeline.lower().endswith(".png"):
         import matplotlib  # noqa: F401  (missing: an error now, not after training)
-    build(options.model, _NO_DATA, make_optimizer(options.optimizer, options.lr), embedding_dim=options.dim)
+    build(options.model, _NO_DATA, make_optimizer(options), embedding_dim=options.dim)
 
 
 class _NoData:
@@ -141,7 +156,7 @@ def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
         model = build(
             options.model,
             dataset,
-            make_optimizer(options.optimizer, options.lr),
+            make_optimizer(options),
             seed=options.seed,
             embedding_dim=options.dim,
         )

@@ -2,9 +2,10 @@
 
 All are lazy: a row without a gradient in a batch keeps embedding and moments, and weight decay does not touch it. The
 step count t of the bias correction is the training's (`bias_correction="step"`: it advances with every step, also
-those without the row) or the row's own count of updates ("row"). With "step", a row that comes late or seldom has
-moments that are nearer 0 than the correction assumes, so it moves less at first; with "row" its first update has the
-size of lr whenever it comes.
+those without the row) or the row's own count of updates ("row"). By row, the first update of a row has the size of lr
+whenever it comes. By step, a row's moments are nearer 0 than a late t assumes, the second more so than the first: its
+first update is up to (1 - beta1) / sqrt(1 - beta2) times lr, 3.2 lr with the default betas, and later ones less and
+less too large.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class LAMB(MomentRule):
     Attributes:
         lr: learning rate, finite and >= 0; 1e-3.
         betas: decay of the first and second moment, each in [0, 1).
-        eps: added to the root of the corrected second moment, finite and > 0; 1e-6 as in the paper.
+        eps: added to the root of the corrected second moment, finite and > 0; 1e-6 as in TensorFlow Addons.
         weight_decay: finite and >= 0, inside the direction; none by default (the paper trains BERT with 0.01).
         bias_correction: "step" counts every step of the training; "row" counts the row's own updates.
 

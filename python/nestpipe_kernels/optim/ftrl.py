@@ -13,26 +13,28 @@ __all__ = ["FTRL"]
 class FTRL(Rule):
     """FTRL-Proximal (McMahan et al., "Ad Click Prediction", 2013) per coordinate, for touched rows.
 
-    With n the sum of squared gradients and q = (beta + sqrt(n)) / lr, an update does
+    With n the sum of squared gradients, their own included, and q = (beta + sqrt(n)) / lr, the paper's update
 
         z += g - (q_new - q_old) * p
         p  = 0 where |z| <= l1, else -(z - sign(z) * l1) / (q_new + l2)
 
-    - A new row's z is chosen so that the second line gives its initial embedding, which therefore counts like any
-      learnt value. (With z = 0, as in TensorFlow, the first updates would forget it.)
-    - The learning rate may change: each q is that of its own time, for which the row remembers the rate of its last
-      update; without l1 and l2 an update is `p -= lr / (beta + sqrt(n)) * g` with the rate of the moment. A rate
-      below 2^-100 leaves the row as it is.
+    is computed from p instead of z (the same numbers but for rounding: where p is not 0, z follows from p):
+
+        t = p + (sign(p) * l1 - g) / (q + l2)      (at p = 0, -z stands for sign(p) * l1)
+        p = t moved by l1 / (q + l2) towards 0, and 0 where that would pass 0
+
+    - So an initial embedding counts like a learnt value, and so does one that is written from outside. (TensorFlow
+      starts z at 0, whatever the embedding: its first updates forget the initial values.)
+    - The learning rate may change: q is that of the moment. Without l1 and l2 an update is
+      `p -= lr / (beta + sqrt(n)) * g`. A rate below 2^-100 leaves the row as it is.
     - An untouched row keeps z, n and p: nothing shrinks while a row rests.
-    - z, not p, is what an update continues from. Writing embeddings of rows that have been trained is undone by their
-      next update unless their state starts anew.
 
     Attributes:
         lr: alpha of the paper, finite and >= 0; 1e-3 as in TensorFlow.
         beta: finite and >= 0; 1 as the paper advises (TensorFlow: 0).
         l1: finite and >= 0; 0 as in TensorFlow.
         l2: finite and >= 0; the paper's lambda_2: TensorFlow's l2_regularization_strength is half of it. 0.
-        weight_decay: finite and >= 0; `g += weight_decay * p` first. Unlike l2 it enters n and the history in z.
+        weight_decay: finite and >= 0; `g += weight_decay * p` first. Unlike l2 it enters n.
 
     Raises:
         TypeError, ValueError: a setting is none of these; the message names it.
@@ -57,8 +59,8 @@ class FTRL(Rule):
         return "ftrl"
 
     def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """z and n of each element, and the learning rate of the row's last update (0: not updated yet)."""
-        return (("z", dim), ("n", dim), ("last_lr", 1))
+        """z and n of each element; z counts only where the embedding is 0."""
+        return (("z", dim), ("n", dim))
 
     def hyper(self) -> dict[str, float]:
         """Everything but lr, by name."""

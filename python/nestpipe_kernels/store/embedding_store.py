@@ -402,7 +402,9 @@ class EmbeddingStore:
             )
         return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
 
-    def apply_gradients(self, keys: Tensor, grads: Tensor, *, step: int, table: str | int | None = None) -> Tensor:
+    def apply_gradients(
+        self, keys: Tensor, grads: Tensor, *, step: int, table: str | int | None = None, lr: float | None = None
+    ) -> Tensor:
         """Update the rows of keys once, with the optimizer; gradients of repeated keys are summed first.
 
         The order of the sum is docs/architecture.md, rule 3; the arithmetic is that of ops.row_update.
@@ -410,13 +412,15 @@ class EmbeddingStore:
         Args:
             keys: int64 [n]. grads: float32 [n, dim], one for each occurrence.
             step: 1 for the first update of the training; it decides Adam's bias correction.
+            lr: learning rate of this call, finite and >= 0; None for the optimizer's own. The table's `lr_scale`
+                multiplies either.
 
         Returns:
             uint8 [n] status: FOUND (updated) or ABSENT (the key has no row, and none is made).
 
         Raises:
             NonFiniteGradientError: a key's sum is NaN or infinite; nothing has changed.
-            ValueError: the table is frozen, or `step` < 1. TypeError, ValueError, IndexError: as `find`.
+            ValueError: the table is frozen, `step` < 1, or a bad `lr`. TypeError, ValueError, IndexError: as `find`.
         """
         keys, tables = self._public_keys("apply_gradients", keys, table)
         spec = self.tables[self._table(table)]
@@ -424,7 +428,7 @@ class EmbeddingStore:
             raise ValueError(f"apply_gradients: table {spec.name!r} is frozen (trainable=False)")
         grads = grads.detach().contiguous()
         check_tensor("apply_gradients", "grads", grads, FLOAT32, (keys.numel(), self.dim))
-        return apply_gradients(self, spec, keys, tables, grads, step)
+        return apply_gradients(self, spec, keys, tables, grads, step, lr)
 
     def erase(self, keys: Tensor, table: str | int | None = None) -> Tensor:
         """Remove keys; uint8 [n] status FOUND (now gone) or ABSENT. Raises as `find`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,11 @@ def sum_gradients(inverse: Tensor, grads: Tensor, num_unique: int) -> Tensor:
     return sums
 
 
-def apply_gradients(store: RowStore, spec: TableSpec, keys: Tensor, tables: Tensor, grads: Tensor, step: int) -> Tensor:
+def apply_gradients(
+    store: RowStore, spec: TableSpec, keys: Tensor, tables: Tensor, grads: Tensor, step: int, lr: float | None
+) -> Tensor:
     """As `EmbeddingStore.apply_gradients`, for checked keys and gradients of the table `spec`."""
+    rate = (store.optimizer.lr if lr is None else _checked_rate(lr)) * spec.lr_scale
     distinct = dedup(keys)
     unique_keys, unique_tables = keys[distinct.unique_index], tables[distinct.unique_index]
     sums = sum_gradients(distinct.inverse, grads, unique_keys.numel())
@@ -45,10 +50,18 @@ def apply_gradients(store: RowStore, spec: TableSpec, keys: Tensor, tables: Tens
     present = (handles >= 0).nonzero().squeeze(1)
     rows = torch.empty(present.numel(), store.row_floats, dtype=torch.float32)
     store.gather(handles[present], unique_keys[present], unique_tables[present], rows, None)
-    row_update(rows, sums[present], store.optimizer, step, store.optimizer.lr * spec.lr_scale)
+    row_update(rows, sums[present], store.optimizer, step, rate)
     store.write_back(handles[present], rows)
     status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
     return status[distinct.inverse.to(torch.int64)]
+
+
+def _checked_rate(lr: float) -> float:
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+        raise TypeError(f"apply_gradients: lr must be a number or None, got {type(lr).__name__}")
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"apply_gradients: lr must be finite and >= 0, got {lr!r}")
+    return lr
 
 
 def _check_finite(spec: TableSpec, keys: Tensor, sums: Tensor) -> None:

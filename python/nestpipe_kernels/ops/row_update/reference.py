@@ -177,35 +177,25 @@ def _row_wise_adam(p: Tensor, state: Tensor, g: Tensor, call: _Call) -> tuple[Te
 
 def _ftrl(p: Tensor, state: Tensor, g: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     """
-    q = (beta + sqrt(n)) / lr + l2                           these three where last_lr is 0: no update yet
-    z = -(p * q) - sign(p) * l1
-    last_lr = lr
-
     g = decayed(g)
-    old = (beta + sqrt(n)) / last_lr
     n = n + g * g
-    new = (beta + sqrt(n)) / lr
-    z = z + (g - (new - old) * p)
-    p = (min(max(z, -l1), l1) - z) / (new + l2)
-    last_lr = lr                                             nothing of all this where lr < 2^-100
+    q = (beta + sqrt(n)) / lr + l2
+    c = sign(p) * l1                                         where p is not 0, else -clamp(z, l1)
+    t = p + (c - g) / q                                      clamp(x, k): the nearest number to x in [-k, k]
+    z = -(t * q)
+    p = t - clamp(t, l1 / q)                                 nothing of all this where lr < 2^-100
     """
     dim = p.shape[1]
-    z, n, last_lr = state[:, :dim], state[:, dim : 2 * dim], state[:, 2 * dim :]
-    beta, l1, l2, lr = call.scalar("beta"), call.scalar("l1"), call.scalar("l2"), call.lr
-    q = (beta + _sqrt(n)) / lr + l2
-    fresh = last_lr == 0
-    start = -(p * q) - torch.where(p > 0, l1, torch.where(p < 0, -l1, torch.zeros_like(l1)))
-    z, last = torch.where(fresh, start, z), torch.where(fresh, lr, last_lr)
+    z, n = state[:, :dim], state[:, dim:]
+    l1 = call.scalar("l1")
     g = call.decayed(g, p)
-    old = (beta + _sqrt(n)) / last
     squares = n + g * g
-    new = (beta + _sqrt(squares)) / lr
-    z = z + (g - (new - old) * p)
-    inside = torch.where(z > l1, l1, torch.where(z < -l1, -l1, z))
-    moved = (inside - z) / (new + l2)
-    still = lr < SMALLEST_FTRL_RATE
-    updated = torch.cat([z, squares, lr], dim=1)
-    return torch.where(still, p, moved), torch.where(still, state, updated)
+    q = (call.scalar("beta") + _sqrt(squares)) / call.lr + call.scalar("l2")
+    c = torch.where(p > 0, l1, torch.where(p < 0, -l1, -_clamp(z, l1)))
+    t = p + (c - g) / q
+    updated = torch.cat([-(t * q), squares], dim=1)
+    still = call.lr < SMALLEST_FTRL_RATE
+    return torch.where(still, p, t - _clamp(t, l1 / q)), torch.where(still, state, updated)
 
 
 def _lamb(p: Tensor, state: Tensor, g: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -260,6 +250,10 @@ def _moments(state: Tensor, g: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     m, v = state[:, : g.shape[1]], state[:, g.shape[1] :]
     m = m + (g - m) * call.complement("beta1")
     return m, v + (g * g - v) * call.complement("beta2")
+
+
+def _clamp(x: Tensor, limit: Tensor) -> Tensor:
+    return torch.where(x > limit, limit, torch.where(x < -limit, -limit, x))
 
 
 def _sqrt(x: Tensor) -> Tensor:
