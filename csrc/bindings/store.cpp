@@ -129,6 +129,7 @@ void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
       },
       Unlocked());
   store.def("clear", &EmbeddingStore::clear, Unlocked());
+  store.def("clear_table", &EmbeddingStore::clear_table, Unlocked());
   store.def(
       "erase",
       [](EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address status) {

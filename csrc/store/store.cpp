@@ -106,6 +106,19 @@ void EmbeddingStore::clear() {
   last_batch_ = -1;
 }
 
+void EmbeddingStore::clear_table(std::int64_t table) {
+  const std::unique_lock<std::shared_mutex> lock = own_keys();
+  Table* const cleared = tables_.at(static_cast<std::size_t>(table)).get();
+  free_limbo(std::numeric_limits<std::int64_t>::max());
+  for (int shard = 0; shard < kNumShards; ++shard) {
+    cleared->index.for_each_in_shard(
+        shard, [&](std::int64_t, std::uint32_t row_number) { free_row(cleared, row_number); });
+  }
+  cleared->index = KeyIndex(cleared->config.hash, &memory_);
+  cleared->counts.clear();
+  cleared->counters = {};
+}
+
 void EmbeddingStore::free_row(Table* table, std::uint32_t row_number) {
   --table->size;
   record(row_number)->table = kFreeRecord;

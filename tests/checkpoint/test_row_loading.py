@@ -10,7 +10,6 @@ import pytest
 import torch
 from store_cases import contents, fill, load_stores, make_store, save_one, save_stores, specs
 
-from nestpipe_kernels.checkpoint import rows_load
 from nestpipe_kernels.checkpoint.generation import Generation
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.names import table_file
@@ -227,12 +226,12 @@ def test_rows_outside_their_files_slices_are_refused(saved, tmp_path) -> None:
         load_tables(saved, manifest, LocalCommunicator(), all_targets([make_store()]))
 
 
-def test_memory_that_gives_out_is_explained_and_empties_the_tables(saved, monkeypatch) -> None:
+def test_memory_that_gives_out_is_explained_and_empties_the_tables(saved) -> None:
     def gives_out(*_):
         raise MemoryError
 
     store = make_store()
-    monkeypatch.setattr(rows_load, "_load_rows", gives_out)
+    store.load_rows = gives_out
     with pytest.raises(StoreFullError, match="no memory for the rows of table 'user'; load with more ranks"):
         load_stores(saved, [store])
     assert len(store) == 0

@@ -152,6 +152,8 @@ class EmbeddingStore {
 
   // Removes all keys, counts and counters; memory of rows is kept for later ones.
   void clear();
+  // The same for one table.
+  void clear_table(std::int64_t table);
 
   // Row index[j] (j where index is null) of out [num_out, row_floats] = the row of handles[j], or
   // the key's initial row where that is -1. The index has no repetitions.

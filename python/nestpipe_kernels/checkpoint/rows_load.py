@@ -21,35 +21,18 @@ from ..comm import Communicator
 from ..errors import CheckpointError, StoreFullError
 from ..ops.owners import NUM_SLICES, default_slice_owner, owners
 from ..store import RowMetadata
-from ..types import KeyStatus, TableSpec
+from .admission_load import admission_chunks, load_counts
 from .exchange import agree, gather_json
 from .file_reader import open_tensor_file
 from .manifest import Manifest
-from .manifest_parts import TableFile, TableRecord
+from .manifest_parts import TableFile
+from .rows_check import TableTarget, check_rows, differences
 from .rows_save import rows_per_chunk, slice_range
-from .settings import RowParts, row_parts, table_record
+from .settings import RowParts, described, row_parts
 
 __all__ = ["TableTarget", "all_targets", "load_tables"]
 
 _DOING = "loading a checkpoint"
-_SHARDS_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class TableTarget:
-    """A table of the model and the table of the checkpoint that goes into it."""
-
-    store: Any
-    table: int
-    """Index within the store."""
-    source: str
-    """Name within the checkpoint."""
-
-    @property
-    def spec(self) -> TableSpec:
-        """Settings of the model's table."""
-        found: TableSpec = self.store.tables[self.table]
-        return found
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,8 @@ def load_tables(
         communicator: of the ranks that own the rows now.
         targets: which table goes where.
         optimizer_state: False takes embeddings and metadata alone; state and `updates` start anew, whatever the rule.
-        strict: seeds and initial values must be those of the checkpoint: keys without a row read them.
+        strict: seeds, initial values and admission rules must be those of the checkpoint. Otherwise keys without a row
+            may read other values, and another admission rule starts to count anew.
         slice_owner: int32 [65536], who owns which slice; None: the default of this world size.
 
     Returns:
@@ -107,8 +91,7 @@ def load_tables(
     job = _Load(Path(directory), manifest, communicator, list(targets), optimizer_state, slice_owner)
     _together(communicator, lambda: job.compare(strict))
     _together(communicator, job.check_capacities)
-    occupied = any(target.store.size(target.spec.name) for target in job.targets)
-    if any(gather_json(communicator, occupied, None, _DOING, to=None)):
+    if any(_together(communicator, job.is_occupied, everyone=True)):
         _together(communicator, job.verify)
         _together(communicator, job.empty)
     try:
@@ -119,13 +102,15 @@ def load_tables(
         raise
 
 
-def _together(communicator: Communicator, step: Callable[[], Any]) -> Any:
-    """Run a local step; failures reach all ranks."""
+def _together(communicator: Communicator, step: Callable[[], Any], everyone: bool = False) -> Any:
+    """Run a local step; failures reach all ranks. What it returned, or (`everyone`) a list of what all ranks' did."""
     result, failure = None, None
     try:
         result = step()
     except Exception as error:
         failure = error
+    if everyone:
+        return gather_json(communicator, result, failure, _DOING, to=None)
     agree(communicator, failure, _DOING)
     return result
 
@@ -157,7 +142,7 @@ class _Load:
         problems: list[str] = []
         for target in self.targets:
             saved = self.manifest.table(target.source)
-            problems += _differences(saved, target, self.optimizer_state, strict)
+            problems += differences(saved, target, self.optimizer_state, strict)
         if problems:
             raise CheckpointError(
                 f"checkpoint: {self.directory} does not fit the model; nothing was loaded: {'; '.join(problems)}"
@@ -180,22 +165,33 @@ class _Load:
                     "load with more ranks"
                 )
 
+    def is_occupied(self) -> bool:
+        """Whether some target holds rows, counts or counters that must go."""
+        return any(
+            target.store.size(target.table)
+            or any(target.store.counters(target.table).values())
+            or any(counts.numel() for counts in target.store.admission_state(target.table).values())
+            for target in self.targets
+        )
+
     def verify(self) -> None:
         """Read everything that will be loaded, checking digests and keys."""
         for target in self.targets:
             for file in self._files(target):
                 for _ in self._chunks(target, file, self._tensor_names(target)):
                     pass
+            for _ in admission_chunks(self.directory, self.manifest, self.manifest.table(target.source), None):
+                pass
 
     def empty(self) -> None:
         """Remove all rows of the targets."""
-        for target in self.targets:
-            sizes: list[int] = target.store.shard_sizes(target.table).tolist()
-            for first in range(0, len(sizes), _SHARDS_AT_ONCE):
-                end = min(first + _SHARDS_AT_ONCE, len(sizes))
-                keys, _ = target.store.export_shards(target.table, first, end, sum(sizes[first:end]))
-                if keys.numel():
-                    target.store.erase_keys(keys, _table_numbers(keys, target.table))
+        for store in {id(target.store): target.store for target in self.targets}.values():
+            tables = {target.table for target in self.targets if target.store is store}
+            if len(tables) == len(store.tables):
+                store.clear()
+            else:
+                for table in sorted(tables):
+                    store.clear(table)
 
     def fill(self) -> dict[str, int]:
         """Rows of all targets, which are empty."""
@@ -213,6 +209,7 @@ class _Load:
                     f"checkpoint: the files of table {target.source!r} hold {rows} rows of rank {self.rank}, but only "
                     f"{size} distinct keys: {', '.join(file.name for file in self._files(target))[:500]}"
                 )
+            self._load_counts(target)
             loaded[target.source] = rows
         return loaded
 
@@ -243,7 +240,7 @@ class _Load:
             for tensors in source.chunks(names, rows_per_chunk(row_parts(target.store))):
                 keys = tensors["keys"]
                 slices = owners(keys, None, hashes, identity)
-                _check_rows(path, saved, file, tensors, slices)
+                check_rows(path, saved, file, tensors, slices)
                 if same_hash:
                     mine = self.slice_owner[slices.to(torch.int64)] == self.rank
                 else:
@@ -270,24 +267,24 @@ class _Load:
         _copy_embeddings(target, parts, chunk, rows)
         metadata = RowMetadata(chunk.tensors["last_used"], chunk.tensors["frequency"])
         try:
-            _load_rows(target, chunk.keys, tables, rows, metadata)
+            target.store.load_rows(chunk.keys, tables, rows, metadata)
         except MemoryError as error:
             raise StoreFullError(
                 f"checkpoint: no memory for the rows of table {target.source!r}; load with more ranks"
             ) from error
 
-
-def _load_rows(target: TableTarget, keys: Tensor, tables: Tensor, rows: Tensor, metadata: RowMetadata) -> None:
-    store = target.store
-    if hasattr(store, "load_rows"):
-        store.load_rows(keys, tables, rows, metadata)
-        return
-    retrieval = store.retrieve(keys, tables, torch.zeros_like(keys), -1)
-    refused = int((retrieval.status == KeyStatus.REFUSED.value).sum())
-    if refused:
-        raise StoreFullError(f"checkpoint: table {target.source!r} has no room for {refused} rows")
-    store.write_back(retrieval.handles, rows)
-    store.write_metadata(retrieval.handles, metadata)
+    def _load_counts(self, target: TableTarget) -> None:
+        """Counts of keys without rows, and counters: those are sums over ranks, and rank 0 goes on with them."""
+        saved = self.manifest.table(target.source)
+        renamed = saved.hash_name != target.spec.name
+        if saved.admission is not None and saved.admission == described(target.spec.admission):
+            owned = self.slice_owner == self.rank
+            load_counts(self.directory, self.manifest, saved, target.store, target.table, owned, renamed=renamed)
+        if self.rank == 0 and saved.counters:
+            try:
+                target.store.load_counters(target.table, saved.counters)
+            except ValueError as error:
+                raise CheckpointError(f"checkpoint: table {target.source!r}: {error}") from None
 
 
 def _copy_embeddings(target: TableTarget, parts: RowParts, chunk: _Chunk, rows: Tensor) -> None:
@@ -303,45 +300,6 @@ def _copy_embeddings(target: TableTarget, parts: RowParts, chunk: _Chunk, rows: 
                 f"checkpoint: table {target.source!r}: the row of key {int(chunk.keys[at])} has elements up to "
                 f"{float(saved[at].abs().max()):g}, FP16 ends at 65504: keep {saved.dtype} or use BF16"
             )
-
-
-def _check_rows(path: Path, saved: TableRecord, file: TableFile, tensors: dict[str, Tensor], slices: Tensor) -> None:
-    """Raises CheckpointError if keys are outside the table or the file's slices, or metadata is impossible."""
-    keys = tensors["keys"]
-    if keys.numel() == 0:
-        return
-    bad = (slices < file.first_slice) | (slices >= file.end_slice)
-    expected = f"of slices {file.first_slice} to {file.end_slice}"
-    if saved.num_embeddings >= 0 and not bool(bad.any()):
-        bad = (keys < 0) | (keys >= saved.num_embeddings)
-        expected = f"in [0, {saved.num_embeddings})"
-    if bool(bad.any()):
-        raise CheckpointError(
-            f"checkpoint: {path}: tensor 'keys': keys of table {saved.name!r} must be {expected}, got "
-            f"{int(keys[bad.nonzero()[0]])}"
-        )
-    for name, low in (("last_used", -1), ("frequency", 0), ("updates", 0)):
-        if name in tensors and int(tensors[name].min()) < low:
-            raise CheckpointError(
-                f"checkpoint: {path}: tensor {name!r} must be at least {low}, got {int(tensors[name].min())}"
-            )
-
-
-def _differences(saved: TableRecord, target: TableTarget, optimizer_state: bool, strict: bool) -> list[str]:
-    """What keeps a saved table out of a table of the model, with both values."""
-    own = table_record(target.store, target.table, target.source)
-    fields = ["dim", "num_embeddings"]
-    if strict:
-        fields += ["seed", "init"]
-    if optimizer_state:
-        fields.append("optimizer")
-    advice = {"optimizer": " (optimizer_state=False takes the embeddings alone)"}
-    return [
-        f"table {saved.name!r}: {name} is {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in the model"
-        f"{advice.get(name, '')}"
-        for name in fields
-        if getattr(saved, name) != getattr(own, name)
-    ]
 
 
 def _hash_of(name: str) -> Tensor:

@@ -280,10 +280,13 @@ class EmbeddingStore:
         self._native.erase(keys.data_ptr(), tables.data_ptr(), keys.numel(), status.data_ptr())
         return status
 
-    def clear(self) -> None:
-        """Remove all keys of all tables, counts and counters. Memory of rows is kept, that of the index is returned."""
+    def clear(self, table: str | int | None = None) -> None:
+        """Remove the keys of a table (None: of all), its counts and counters. Rows' memory is kept for later ones."""
         self._removals += 1
-        self._native.clear()
+        if table is None:
+            self._native.clear()
+        else:
+            self._native.clear_table(self._table(table))
 
     def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: RowMetadata) -> None:
         """Insert keys with rows and metadata as they are, without asking the tables' rules: for checkpoints.

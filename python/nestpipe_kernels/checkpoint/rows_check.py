@@ -1,0 +1,72 @@
+"""What must hold before rows may go into a table: settings that agree, keys and metadata that are possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..types import TableSpec
+from .manifest_parts import TableFile, TableRecord
+from .settings import table_record
+
+__all__ = ["TableTarget", "check_rows", "differences"]
+
+
+@dataclass(frozen=True)
+class TableTarget:
+    """A table of the model and the table of the checkpoint that goes into it."""
+
+    store: Any
+    table: int
+    """Index within the store."""
+    source: str
+    """Name within the checkpoint."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """Settings of the model's table."""
+        found: TableSpec = self.store.tables[self.table]
+        return found
+
+
+def check_rows(path: Path, saved: TableRecord, file: TableFile, tensors: dict[str, Tensor], slices: Tensor) -> None:
+    """Raises CheckpointError if keys are outside the table or the file's slices, or metadata is impossible."""
+    keys = tensors["keys"]
+    if keys.numel() == 0:
+        return
+    bad = (slices < file.first_slice) | (slices >= file.end_slice)
+    expected = f"of slices {file.first_slice} to {file.end_slice}"
+    if saved.num_embeddings >= 0 and not bool(bad.any()):
+        bad = (keys < 0) | (keys >= saved.num_embeddings)
+        expected = f"in [0, {saved.num_embeddings})"
+    if bool(bad.any()):
+        raise CheckpointError(
+            f"checkpoint: {path}: tensor 'keys': keys of table {saved.name!r} must be {expected}, got "
+            f"{int(keys[bad.nonzero()[0]])}"
+        )
+    for name, low in (("last_used", -1), ("frequency", 0), ("updates", 0)):
+        if name in tensors and int(tensors[name].min()) < low:
+            raise CheckpointError(
+                f"checkpoint: {path}: tensor {name!r} must be at least {low}, got {int(tensors[name].min())}"
+            )
+
+
+def differences(saved: TableRecord, target: TableTarget, optimizer_state: bool, strict: bool) -> list[str]:
+    """What keeps a saved table out of a table of the model, with both values."""
+    own = table_record(target.store, target.table, target.source)
+    fields = ["dim", "num_embeddings"]
+    if strict:
+        fields += ["seed", "init", "admission"]
+    if optimizer_state:
+        fields.append("optimizer")
+    advice = {"optimizer": " (optimizer_state=False takes the embeddings alone)"}
+    return [
+        f"table {saved.name!r}: {name} is {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in the model"
+        f"{advice.get(name, '')}"
+        for name in fields
+        if getattr(saved, name) != getattr(own, name)
+    ]
