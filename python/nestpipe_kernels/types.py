@@ -212,11 +212,27 @@ class RowStore(Protocol):
     table_hashes: Tensor
     """int64 [T], the name's hash that (table, key) hashing starts from."""
 
+    @property
+    def last_batch(self) -> int:
+        """The largest batch index of retrievals (but undone ones) and of loaded metadata; -1: none."""
+        ...
+
     def retrieve(self, keys: Tensor, tables: Tensor, counts: Tensor, batch: int) -> Retrieval:
         """Find or insert distinct (key, table) pairs; metadata: last_used = batch, frequency += counts int64 [U]."""
         ...
 
     def undo(self, retrieval: Retrieval) -> None: ...
+
+    def evicted(self, retrieval: Retrieval) -> tuple[Tensor, Tensor]:
+        """Keys int64 [m] and tables int32 [m] whose rows the retrieval removed, in a fixed order."""
+        ...
+
+    def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: Any) -> None:
+        """Insert distinct keys with rows float32 [n, row_floats] and metadata (`last_used`, `frequency`: int64 [n]).
+
+        No rule is asked and nothing is evicted. Raises StoreFullError, with nothing changed, if a quota is exceeded.
+        """
+        ...
 
     def find_handles(self, keys: Tensor, tables: Tensor) -> Tensor:
         """int64 [n] handles, -1 where absent. Changes nothing. Duplicates are fine."""

@@ -119,7 +119,7 @@ def test_open_tables_name_the_store_call() -> None:
 def test_a_table_that_has_no_room_says_so() -> None:
     ebc = _collection(capacity=4)
     state = {**ebc.state_dict(), "embedding_bags.t.weight": torch.rand(12, 3)}
-    with pytest.raises(StoreFullError, match=r"table 't': no room for \d+ of 12 rows \(capacity 4\).*raise capacity"):
+    with pytest.raises(StoreFullError, match=r"table .t. has \d+ rows and room for 4: key .* raise its capacity"):
         ebc.load_state_dict(state)
 
 

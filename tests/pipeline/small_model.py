@@ -15,7 +15,7 @@ from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
-from nestpipe_kernels.testing.explorer import read_store
+from nestpipe_kernels.testing.explorer import read_policies, read_store
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 from nestpipe_kernels.types import UNBOUNDED
 
@@ -120,25 +120,31 @@ class State:
     dense: list[bytes]
     momentum: list[bytes]
     step_count: int
+    policies: dict[str, Any]
+    """Sizes, counters and counts of tables with a limit or a rule."""
 
 
 def state_of(pipeline: NestedPipeline) -> State:
     """Read a pipeline's stores through their modules, as any outside reader must."""
     rows: Rows = {}
     metadata: dict[tuple[str, int], tuple[int, int]] = {}
+    policies: dict[str, Any] = {}
     for module in pipeline.rank.modules.values():
         for binding in pipeline.rank.bindings:
             if binding.module is module:
                 opened = module.store(binding.store.tables[0].name).store  # type: ignore[attr-defined]
                 read_store(opened, rows, metadata)
+                policies |= read_policies(opened)
     optimizer = pipeline.rank.dense_optimizer
-    moments = [s["momentum_buffer"] for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
+    states = [] if optimizer is None else optimizer.state.values()
+    moments = [s["momentum_buffer"] for s in states if s.get("momentum_buffer") is not None]
     return State(
         rows,
         metadata,
         [p.detach().numpy().tobytes() for _, p in pipeline.rank.dense_parameters],
         [m.numpy().tobytes() for m in moments],
         pipeline.step_count,
+        policies,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import process_cases as cases
 import pytest
 import torch
+from policy_cases import bounded
 from process_cases import ShapedScenario, keys_of_one_owner
 
 from gloo_world import GlooWorld
@@ -38,7 +39,8 @@ def joined(parts: list[Outcome]) -> Outcome:
     for part in parts:
         if isinstance(part, BaseException):
             raise part
-    columns = {name: [getattr(p, name)[0] for p in parts] for name in ("stores", "metadata", "dense", "losses")}
+    names = ("stores", "metadata", "dense", "losses", "policies")
+    columns = {name: [getattr(p, name)[0] for p in parts] for name in names}
     return Outcome(**columns, partition=[])
 
 
@@ -67,6 +69,8 @@ CASES = {
         ShapedScenario(shapes=((4,) * 4, (4,) * 4), empty_rank=1, seed=10),
     ),
     "a-rank-that-never-has-a-batch": ("nested", ShapedScenario(world_size=3, shapes=((4,) * 4, (), (4,) * 4), seed=11)),
+    "evictions-and-refusals-3-ranks": ("nested", bounded("all", "lru", 9, world_size=3, uneven=False, seed=21)),
+    "late-admission-and-scores": ("nested", bounded("filter_3", "score", 8, seed=22)),
     "all-keys-on-one-owner": (
         "nested",
         ShapedScenario(
@@ -95,6 +99,10 @@ def test_the_named_cases_are_what_they_say():
     store_sizes = [len(store) for store in run_scenario(CASES["all-keys-on-one-owner"][1], "nested").stores]
     assert store_sizes[1] > 0
     assert store_sizes == [0, store_sizes[1], 0]
+    for case in ("evictions-and-refusals-3-ranks", "late-admission-and-scores"):
+        counters = [t["counters"] for rank in run_scenario(CASES[case][1], "nested").policies for t in rank.values()]
+        assert sum(c["evicted"] for c in counters) > 3
+        assert sum(c["refused"] + c["not_admitted"] for c in counters) > 3
     losses = run_scenario(CASES["a-rank-that-never-has-a-batch"][1], "nested").losses
     assert losses[1] == [0.0] * 4
     assert len(run_scenario(CASES["fault-35-ranks-with-5-and-4-batches"][1], "nested").losses[1]) == 5

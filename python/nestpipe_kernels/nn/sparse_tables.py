@@ -86,6 +86,13 @@ class TableStore:
         """int64 [size]: the keys that have rows on this rank."""
         return self.store.keys(self.name)
 
+    def counters(self) -> dict[str, int]:
+        """Keys of this rank so far: "inserted", "evicted", "expired", "refused", "not_admitted".
+
+        As of the last returned batch; batches that were undone do not count.
+        """
+        return self.store.counters(self.name)
+
     def __len__(self) -> int:
         return self.store.size(self.name)
 

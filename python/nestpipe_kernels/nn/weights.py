@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nestpipe_kernels.errors import StoreFullError
-from nestpipe_kernels.types import KeyStatus, RowStore
+from nestpipe_kernels.store import RowMetadata
+from nestpipe_kernels.types import RowStore
 
 __all__ = ["pieces", "read_embeddings", "write_embeddings"]
 
@@ -23,7 +23,7 @@ def pieces(num_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def read_embeddings(store: RowStore, table: int, keys: Tensor) -> Tensor:
-    """float32 [n, dim]: embeddings of `keys` int64 [n]; a key without a row gives its initial value."""
+    """float32 [n, dim]: embeddings of `keys` int64 [n]; a key without a row gives the table's default."""
     out = torch.empty(keys.numel(), store.dim, dtype=torch.float32)
     for start, stop in pieces(keys.numel()):
         _, rows = _rows_of(store, table, keys[start:stop])
@@ -34,7 +34,8 @@ def read_embeddings(store: RowStore, table: int, keys: Tensor) -> Tensor:
 def write_embeddings(store: RowStore, table: int, keys: Tensor, values: Tensor) -> None:
     """Make `values` float32 [n, dim] the embeddings of distinct `keys` int64 [n].
 
-    Optimizer states stay as they are. Keys without a row are inserted, unless the value is their initial one.
+    Optimizer states stay as they are. Keys without a row are inserted, whatever the table's admission rule, unless they
+    read that value anyway. Nothing is evicted.
 
     Raises:
         StoreFullError: the table has no room for a key.
@@ -47,25 +48,16 @@ def _write_piece(store: RowStore, table: int, keys: Tensor, values: Tensor) -> N
     handles, rows = _rows_of(store, table, keys)
     same = (rows[:, : store.dim].contiguous().view(torch.int32) == values.contiguous().view(torch.int32)).all(1)
     absent = ((handles < 0) & ~same).nonzero().squeeze(1)
-    if absent.numel():
-        new_keys = keys[absent]
-        counts = torch.zeros(absent.numel(), dtype=torch.int64)
-        retrieval = store.retrieve(new_keys, torch.full_like(new_keys, table, dtype=torch.int32), counts, -1)
-        refused = retrieval.status == int(KeyStatus.REFUSED)
-        if bool(refused.any()):
-            store.undo(retrieval)
-            spec = store.tables[table]
-            raise StoreFullError(
-                f"table {spec.name!r}: no room for {int(refused.sum())} of {absent.numel()} rows "
-                f"(capacity {spec.capacity}), the first key is {int(new_keys[refused][0])}; raise capacity"
-            )
-        handles[absent] = retrieval.handles
     rows[:, : store.dim] = values
+    if absent.numel():
+        unused = RowMetadata(torch.full_like(absent, -1), torch.zeros_like(absent))
+        tables = torch.full((absent.numel(),), table, dtype=torch.int32)
+        store.load_rows(keys[absent].contiguous(), tables, rows[absent], unused)
     store.write_back(handles, rows)
 
 
 def _rows_of(store: RowStore, table: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Handles int64 [n] and whole rows [n, row_floats] of keys; initial rows where a key has none."""
+    """Handles int64 [n] and whole rows [n, row_floats] of keys; default rows where a key has none."""
     keys = keys.contiguous()
     tables = torch.full((keys.numel(),), table, dtype=torch.int32)
     handles = store.find_handles(keys, tables)

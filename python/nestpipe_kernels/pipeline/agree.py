@@ -17,8 +17,10 @@ __all__ = ["agree", "exchange_failures", "share_dense"]
 _WORDS = 64
 
 
-def agree(rank: RankState, config: PipelineConfig) -> None:
-    """Compare settings, tables and dense parameters over all ranks.
+def agree(rank: RankState, config: PipelineConfig) -> int:
+    """Compare settings, tables and dense parameters over all ranks; the index of the next batch, alike on all.
+
+    It is 0 for empty stores; rows that an earlier pipeline has used know that batch as theirs, and the count goes on.
 
     Raises:
         ValueError: some rank differs; says in what, with this rank's value.
@@ -33,6 +35,9 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
             repr(t.init),
             t.seed,
             t.trainable,
+            repr(t.admission),
+            repr(t.eviction),
+            repr(t.default),
         )
         for b in rank.bindings
         for t in b.store.tables
@@ -46,7 +51,9 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
         "embedding tables": tables,
         "dense parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in rank.dense_parameters],
     }
+    newest = max((binding.store.last_batch for binding in rank.bindings), default=-1)
     mine = torch.tensor([_digest(repr(value)) for value in facts.values()] + [0] * (_WORDS - len(facts)))
+    mine[-1] = newest
     everyone = exchange_same(rank.communicator.group("control"), mine, "agree").wait()
     for k, (name, value) in enumerate(facts.items()):
         others = [r for r in range(rank.communicator.size) if int(everyone[r, k]) != int(mine[k])]
@@ -55,6 +62,7 @@ def agree(rank: RankState, config: PipelineConfig) -> None:
                 f"ranks disagree on {name}: rank {rank.communicator.rank} has {str(value)[:200]}, "
                 f"rank {others[0]} has something else; construct the pipeline alike on all ranks"
             )
+    return int(everyone[:, -1].max()) + 1
 
 
 def share_dense(rank: RankState, model: torch.nn.Module) -> None:

@@ -83,7 +83,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
         Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
             _each("owner_plan"), _each("boxes", writes=True, region=returned)), cost=Cost("hbm", "row_bytes")),
         Stage("reduce_grads", "reduce_grads", "device", "other", accesses=(
-            _each("boxes", writes=True), _each("row_gradients", writes=True)), cost=Cost("hbm", "row_bytes")),
+            _each("owner_plan"), _each("boxes", writes=True), _each("row_gradients", writes=True)),
+            cost=Cost("hbm", "row_bytes")),
         Stage("dense_scatter", "dense_scatter", "dense", "communication", posts=("dense.slices",), accesses=(
             read("dense.gradients"), _each("loss")), cost=Cost("network", "dense_bytes")),
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
@@ -102,7 +103,7 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
             write("buffer", Region.ALL, "parity")), cost=Cost("dram", "row_bytes")))  # fmt: skip
     stages += [
         Stage("update", "update", "device", "other", accesses=(
-            _each("verdict"), _each("row_gradients"), write("buffer", Region.BATCH, "parity")),
+            _each("owner_plan"), _each("verdict"), _each("row_gradients"), write("buffer", Region.BATCH, "parity")),
             cost=Cost("hbm", "row_bytes")),
         Stage("write_back", "write_back", "write_back", "lookup", accesses=(
             _each("owner_plan"), read("buffer", Region.BATCH, "parity"), write("store.rows", Region.BATCH)),

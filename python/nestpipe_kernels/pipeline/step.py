@@ -19,7 +19,7 @@ class Step:
     """What one batch gave.
 
     Attributes:
-        index: batches of this pipeline that counted before this one.
+        index: batches that counted before this one, in this pipeline and in earlier ones over the same stores.
         loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
         output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without
             samples.

@@ -21,7 +21,7 @@ from ..config import PipelineConfig, default_threads, launched_ranks
 from ..errors import CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.registry import run_stage
 from ..stages.retrieval import gather_all, retrieve, undo_retrieval
-from ..stages.state import BatchState, Failure, RankState, Source, bind_stores
+from ..stages.state import BatchState, Failure, RankState, RowHook, Source, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
@@ -108,7 +108,7 @@ class NestedPipeline:
             capture=self._capture,
             split_batch=config.split_batch,
         )
-        agree(self.rank, config)
+        clock = agree(self.rank, config)
         share_dense(self.rank, model)
         warn_batch_coupled(model, config.num_micro_batches)
         from .._native import core
@@ -121,8 +121,8 @@ class NestedPipeline:
         self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
         self._next_index = 0
         self._statistics = running_statistics(model)
-        self._trained = 0
-        """Batches that counted so far: what the next one's rows note as `last_used`."""
+        self._trained = clock
+        """Batches that counted so far since the stores were made: what the next one's rows note as `last_used`."""
         self._evaluated = 0
         self._pending: BatchState | None = None
         self._needs_retrieval = False
@@ -175,10 +175,21 @@ class NestedPipeline:
     def add_write_back_hook(self, callback: Callable[[int, str, Tensor], None]) -> None:
         """Call `callback(step, table, keys)` when rows of a batch are in this rank's store.
 
-        step: the update's number, from 1. keys: int64 [n], each key that the batch looked up, once. It runs on the
-        write-back lane's thread, so it must not read or write the rows; what it raises stops the pipeline.
+        step: the update's number, from 1. keys: int64 [n], each key that the batch looked up and that has a row,
+        once. It runs on the write-back lane's thread, so it must not read or write the rows; what it raises stops the
+        pipeline.
         """
+        self.rank.on_write_back.append(self._hook(callback))
 
+    def add_eviction_hook(self, callback: Callable[[int, str, Tensor], None]) -> None:
+        """Call `callback(step, table, keys)` for rows that went to make room, or expired, when a batch was retrieved.
+
+        keys: int64 [n], on this rank. Called in batch order, once the batch counts (after its write-back hooks); a
+        batch that is undone removes nothing. Otherwise as `add_write_back_hook`.
+        """
+        self.rank.on_eviction.append(self._hook(callback))
+
+    def _hook(self, callback: RowHook) -> RowHook:
         def call(step: int, table: str, keys: Tensor) -> None:
             self._hook_thread = threading.get_ident()
             try:
@@ -186,7 +197,7 @@ class NestedPipeline:
             finally:
                 self._hook_thread = None
 
-        self.rank.on_write_back.append(call)
+        return call
 
     @property
     def step_count(self) -> int:

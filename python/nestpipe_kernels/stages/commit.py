@@ -43,6 +43,8 @@ def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
             owner.row_gradients = total / world if world > 1 else total
             owner.boxes = None
             owner.finite = finite_rows(owner.row_gradients)
+            if owner.retrieval is not None:  # what is skipped anyway does no harm
+                owner.finite |= owner.retrieval.handles < 0
 
 
 def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:
@@ -196,14 +198,16 @@ def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def update(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables and rows that are not
-    finite."""
+    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables, for gradients that are
+    not finite, and for keys without a row."""
     assert batch.verdict is not None
     if not batch.verdict.ok:
         return
     for binding, owner, rates in zip(rank.bindings, batch.owner, batch.verdict.learning_rates):
         assert owner.buffer is not None and owner.row_gradients is not None and owner.finite is not None
-        mask = owner.finite & _trainable(binding.store)[owner.tables.to(torch.int64)]
+        assert owner.retrieval is not None
+        mask = owner.finite & (owner.retrieval.handles >= 0)
+        mask &= _trainable(binding.store)[owner.tables.to(torch.int64)]
         rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
         row_update(
             owner.buffer, owner.row_gradients, binding.store.optimizer, batch.verdict.step, rate,

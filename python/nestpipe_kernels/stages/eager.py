@@ -4,6 +4,9 @@ Order of a step, alike on all ranks: forward of each call exchanges keys and row
 that it reached are one list (in call order) whose gradients are exchanged and applied once. The step count of the
 module advances with every such update. Collectives happen in call order, so every rank must make the same calls, with
 empty inputs if it has no data.
+
+Admission and eviction: all forwards since the last update are one batch, so a row that one of them looked up stays
+until the update is done. The update reaches the keys that have a row by then.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class EagerContext:
         self._exchanges = 0
         self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []
         self._calls = 0
+        self._clock = 0
 
     @property
     def step_count(self) -> int:
@@ -84,8 +88,10 @@ class EagerContext:
 
     def _new_batch(self, stage: str) -> BatchState:
         self._exchanges += 1
-        clock = self._rank.step_count
-        return BatchState(self._exchanges, f"eager/{stage}{self._exchanges}", clock, has_batch=True)
+        # Rows that a pipeline used since then count as this batch's: what is pinned may be too much, never too little.
+        newest = max((binding.store.last_batch for binding in self._rank.bindings), default=-1)
+        self._clock = max(self._clock, self._rank.step_count, newest)
+        return BatchState(self._exchanges, f"eager/{stage}{self._exchanges}", self._clock, has_batch=True)
 
     def _announce(self, batch: BatchState, calls: Sequence[LookupCall]) -> None:
         batch.plans = routing.plan_keys(self._rank, [{self._name: list(calls)}])
@@ -137,6 +143,7 @@ class EagerContext:
             raise NonFiniteGradientError(f"backward: {batch.verdict.non_finite} are not finite; no row was changed")
         commit.update(rank, batch, 0)
         retrieval.write_back(rank, batch, 0)
+        self._clock += 1
 
 
 def eager_context(module: EmbeddingModule) -> EagerContext:

@@ -3,14 +3,17 @@ back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from ..errors import StoreFullError
 from ..ops.intersect import intersect
 from ..ops.row_sync import row_sync
 from ..types import KeyStatus, Retrieval, RowStore
 from .routing import merge_sources
-from .state import BatchState, OwnerKeys, RankState
+from .state import BatchState, OwnerKeys, RankState, RowHook
 
 __all__ = ["find", "gather_all", "gather_fresh", "retrieve", "sync", "undo_retrieval", "write_back"]
 
@@ -26,14 +29,20 @@ def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def _check_refused(store: RowStore, owner: OwnerKeys) -> None:
-    """Nothing is dropped in silence: a key without a row is an error while no rule says what becomes of it."""
+    """Nothing is dropped in silence: a key without a row is an error while no rule of its table says what becomes of
+    it."""
     assert owner.retrieval is not None
-    refused = torch.nonzero(owner.retrieval.status == KeyStatus.REFUSED).squeeze(1)
+    refused = owner.retrieval.status == KeyStatus.REFUSED
+    if not bool(refused.any()):
+        return
+    strict = torch.tensor([spec.admission is None and spec.eviction is None for spec in store.tables])
+    refused = torch.nonzero(refused & strict[owner.tables.to(torch.int64)]).squeeze(1)
     if len(refused):
         spec = store.tables[int(owner.tables[refused[0]])]
         raise StoreFullError(
             f"table {spec.name!r}: {len(refused)} new keys of this batch have no room (the first: "
-            f"{int(owner.keys[refused[0]])}; this rank's quota is {spec.capacity} rows); raise the table's capacity"
+            f"{int(owner.keys[refused[0]])}; this rank's quota is {spec.capacity} rows); raise the table's capacity, "
+            "or give it an eviction rule, for example nk.policy.LRU()"
         )
 
 
@@ -102,15 +111,25 @@ def sync(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def write_back(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Updated rows into the store, by handle; then the hooks hear which keys are there."""
+    """Updated rows into the store, by handle; then the hooks hear which keys are there, and which rows have gone."""
     if batch.verdict is None or not batch.verdict.ok:
         return
     for binding, owner in zip(rank.bindings, batch.owner):
         assert owner.retrieval is not None and owner.buffer is not None
         binding.store.write_back(owner.retrieval.handles, owner.buffer)
-    for hook in rank.on_write_back:
-        for binding, owner in zip(rank.bindings, batch.owner):
-            for k, table in enumerate(binding.store.tables):
-                keys = owner.keys[owner.tables == k]
-                if len(keys):
-                    hook(batch.verdict.step, table.name, keys)
+    for binding, owner in zip(rank.bindings, batch.owner):
+        assert owner.retrieval is not None
+        if rank.on_write_back:
+            there = owner.retrieval.handles >= 0
+            _tell(rank.on_write_back, batch.verdict.step, binding.store, owner.keys[there], owner.tables[there])
+        if rank.on_eviction:
+            keys, tables = binding.store.evicted(owner.retrieval)
+            _tell(rank.on_eviction, batch.verdict.step, binding.store, keys, tables)
+
+
+def _tell(hooks: Sequence[RowHook], step: int, store: RowStore, keys: Tensor, tables: Tensor) -> None:
+    for k, table in enumerate(store.tables):
+        chosen = keys[tables == k]
+        if len(chosen):
+            for hook in hooks:
+                hook(step, table.name, chosen)

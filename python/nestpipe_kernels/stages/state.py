@@ -16,7 +16,21 @@ from ..comm.router import SourceKeys, Transfer
 from ..errors import CommunicationError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
 
-__all__ = ["BatchState", "Failure", "MicroBatch", "OwnerKeys", "RankState", "StoreBinding", "Verdict", "bind_stores"]
+__all__ = [
+    "BatchState",
+    "Failure",
+    "MicroBatch",
+    "OwnerKeys",
+    "RankState",
+    "RowHook",
+    "StoreBinding",
+    "Verdict",
+    "bind_stores",
+]
+
+
+RowHook = Callable[[int, str, Tensor], None]
+"""(step, table, keys int64 [n]): told what happened to rows."""
 
 
 @dataclass
@@ -100,7 +114,8 @@ class RankState:
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
     source: Source | None = None
     """Where `prefetch` draws from."""
-    on_write_back: list[Callable[[int, str, Tensor], None]] = field(default_factory=list)
+    on_write_back: list[RowHook] = field(default_factory=list)
+    on_eviction: list[RowHook] = field(default_factory=list)
 
 
 @dataclass

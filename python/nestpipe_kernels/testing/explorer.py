@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..pipeline.graph import Graph, Node, Unrolled
 from ..stages.registry import run_stage
 from ..stages.state import BatchState, RankState
 
-__all__ = ["Orders", "Outcome", "explore", "read_outcome", "read_store"]
+__all__ = ["Orders", "Outcome", "explore", "read_outcome", "read_policies", "read_store"]
 
 Step = tuple[int, Node]
 
@@ -120,12 +120,14 @@ class Outcome:
     partition: list[list[list[list[int]]]]
     """[rank][batch][micro-batch] sample indices."""
     broken: str = ""
+    policies: list[dict[str, Any]] = field(default_factory=list)
+    """Per rank: what `read_policies` says of its tables."""
 
     def difference(self, other: Outcome) -> str:
         """The first difference in words, or an empty string. Partitions are not compared."""
         if self.broken or other.broken:
             return self.broken or other.broken
-        for name in ("losses", "stores", "metadata", "dense"):
+        for name in ("losses", "policies", "stores", "metadata", "dense"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} differ: {_first_difference(mine, theirs)}"
@@ -166,8 +168,9 @@ def explore(graph: Graph, ranks: Sequence[RankState], order: Sequence[Step], bat
 
 def read_outcome(ranks: Sequence[RankState], states: Sequence[Sequence[BatchState]], broken: str = "") -> Outcome:
     """Everything that a run must leave alike."""
-    stores, metadata = [], []
+    stores, metadata, policies = [], [], []
     for rank in ranks:
+        policies.append({k: v for binding in rank.bindings for k, v in read_policies(binding.store).items()})
         rows: dict[tuple[str, int], bytes] = {}
         notes: dict[tuple[str, int], tuple[int, int]] = {}
         for binding in rank.bindings:
@@ -181,6 +184,7 @@ def read_outcome(ranks: Sequence[RankState], states: Sequence[Sequence[BatchStat
         [[_loss(batch) for batch in per_rank] for per_rank in states],
         [[[m.indices.tolist() for m in batch.micro] for batch in per_rank] for per_rank in states],
         broken,
+        policies,
     )
 
 
@@ -195,6 +199,22 @@ def read_store(store: Any, rows: dict[tuple[str, int], bytes], notes: dict[tuple
         for k, key in enumerate(keys.tolist()):
             rows[spec.name, key] = values[k, :used].numpy().tobytes()
             notes[spec.name, key] = (int(facts.last_used[k]), int(facts.frequency[k]))
+
+
+def read_policies(store: Any) -> dict[str, Any]:
+    """Of every table with a limit or a rule: its size, counters, and counts of keys that are not admitted (yet)."""
+    found = {}
+    for spec in store.tables:
+        if spec.capacity is None and spec.admission is None and spec.eviction is None:
+            continue
+        state = {name: values.tolist() for name, values in store.admission_state(spec.name).items()}
+        if "keys" in state:
+            counts = dict(zip(state["keys"], state["counts"]))
+        else:
+            blocks = zip(state.get("blocks", []), state.get("cells", []))
+            counts = {block: tuple(cells) for block, cells in blocks if any(cells)}
+        found[spec.name] = {"size": store.size(spec.name), "counters": store.counters(spec.name), "counts": counts}
+    return found
 
 
 def _loss(batch: BatchState) -> float:

@@ -1,13 +1,14 @@
 """The oracle: plays the micro-batches of all ranks in one process, rows in a dict, sums in the written order.
 
 It shares nothing with stages, router, stores, buffers or lanes; of the project it uses the references of pooling, row
-gradient, row update and initial values alone. Its answer is what every schedule must give, bit for bit.
+gradient, row update and initial values alone. Which keys have rows: oracle_rows, by the plain rules of policy_model.
+Its answer is what every schedule must give, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +17,9 @@ from torch import Tensor, nn
 from ..ops.lookup_pool import reference as pooling
 from ..ops.row_update import reference as updating
 from ..types import PoolingType
+from .oracle_rows import OracleRows, OracleTable
 
-__all__ = ["Oracle", "OracleLookup", "OracleTable"]
-
-
-@dataclass(frozen=True)
-class OracleTable:
-    """One table: which features read it, how they pool, how its rows start and change."""
-
-    name: str
-    dim: int
-    features: tuple[str, ...]
-    mode: int
-    init: Any
-    optimizer: Any
-    seed: int = 0
-    trainable: bool = True
+__all__ = ["Oracle", "OracleLookup"]
 
 
 @dataclass
@@ -48,20 +36,21 @@ class _Bag:
 class OracleLookup(nn.Module):
     """Stands where the model has its embedding module; returns {feature: float32 [samples, dim]}."""
 
-    def __init__(self, tables: Sequence[OracleTable], rows: dict[tuple[str, int], Tensor]) -> None:
+    def __init__(self, tables: Sequence[OracleTable]) -> None:
         super().__init__()
         self.tables = tables
-        self._row_of = rows
+        self.rows: OracleRows | None = None
         self.calls: list[list[_Bag]] = []
 
     def forward(self, bags: dict[str, list[tuple[list[int], list[float] | None]]]) -> dict[str, Tensor]:
         """Feature -> pooled [B, dim] of its bags, each (keys, weights or None)."""
+        assert self.rows is not None
         call: list[_Bag] = []
         outputs: dict[str, list[Tensor]] = {}
         for table in self.tables:
             for feature in table.features:
                 for keys, weights in bags[feature]:
-                    rows = torch.stack([self._row_of[table.name, k][: table.dim] for k in keys]) if keys else None
+                    rows = torch.stack([self.rows.read(table.name, k) for k in keys]) if keys else None
                     rows = torch.empty(0, table.dim) if rows is None else rows
                     w = None if weights is None else torch.tensor(weights, dtype=torch.float32)
                     pooled = pooling.pool(rows, torch.tensor([0, len(keys)]), table.mode, w)
@@ -90,8 +79,6 @@ class Oracle:
     keys_of: Callable[[Any], dict[str, list[int]]]
     num_micro_batches: int
     average: bool = True
-    rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)
     step: int = 0
 
     def play(
@@ -103,16 +90,12 @@ class Oracle:
         for t in range(batches):
             now, ahead = ahead, [draw(r) for r in range(len(self.models))]
             micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(now)]
-            self._insert([m for rank in micros for m in rank])
+            self.rows.retrieve(self._uses([m for rank in micros for m in rank]), t)
             self._train(micros)
 
-    def _insert(self, micros: Sequence[tuple[int, Any]]) -> None:
-        for size, micro in micros:
-            if size:
-                for table in self.tables:
-                    for key in self.keys_of(micro).get(table.name, []):
-                        if (table.name, key) not in self.rows:
-                            self.rows[table.name, key] = _new_row(table, key)
+    def _uses(self, micros: Sequence[tuple[int, Any]]) -> list[tuple[str, int]]:
+        found = [self.keys_of(micro) for size, micro in micros if size]
+        return [(table.name, key) for keys in found for table in self.tables for key in keys.get(table.name, [])]
 
     def _train(self, micros: Sequence[Sequence[tuple[int, Any]]]) -> None:
         world = len(self.models)
@@ -131,11 +114,11 @@ class Oracle:
             optimizer.step()
         for (name, key), gradient in total.items():
             table = next(t for t in self.tables if t.name == name)
-            if table.trainable:
+            if table.trainable and (name, key) in self.rows.values:
                 mean = gradient / world if world > 1 else gradient
-                values = self.rows[name, key].clone().view(1, -1)
+                values = self.rows.values[name, key].clone().view(1, -1)
                 updating.row_update(values, mean.view(1, -1), table.optimizer, self.step, table.optimizer.lr, None)
-                self.rows[name, key] = values[0]
+                self.rows.values[name, key] = values[0]
 
     def _dense(self, name: str, divisors: Sequence[float]) -> Tensor | None:
         grads = [self._dense_grads[r].get(name) for r in range(len(self.models))]
@@ -161,7 +144,7 @@ class Oracle:
                 continue
             lookup = next(m for m in model.modules() if isinstance(m, OracleLookup))
             lookup.calls.clear()
-            lookup._row_of = self.rows
+            lookup.rows = self.rows
             loss, weight = self.run_model(model, micro)
             coefficient = float(weight) if weight is not None else (size / n if self.average else 1.0)
             weights += [coefficient] if weight is not None else []
@@ -174,6 +157,8 @@ class Oracle:
         return total, float(loss_sum / divisor), divisor
 
     def __post_init__(self) -> None:
+        self.rows = OracleRows(self.tables, len(self.models))
+        self.losses: list[list[float]] = []
         self._dense_grads: dict[int, dict[str, Tensor]] = {}
 
 
@@ -197,9 +182,3 @@ def _occurrence_gradients(bag: _Bag, grad: Tensor) -> list[Tensor]:
         first = torch.tensor(winners)
         return [torch.where(first == position, grad, torch.zeros(())) for position in range(len(bag.keys))]
     return [grad] * len(bag.keys)
-
-
-def _new_row(table: OracleTable, key: int) -> Tensor:
-    embedding = torch.as_tensor(table.init.reference(table.seed, table.name, [key], table.dim)).view(-1)
-    state = torch.full((table.optimizer.state_floats(table.dim),), table.optimizer.state_init())
-    return torch.cat([embedding, state, torch.zeros(1)])

@@ -23,7 +23,8 @@ from ..ops.owners import default_slice_owner
 from ..stages.state import RankState, Source, bind_stores
 from ..types import UNBOUNDED, PoolingType
 from .explorer import Outcome
-from .oracle import Oracle, OracleLookup, OracleTable
+from .oracle import Oracle, OracleLookup
+from .oracle_rows import OracleTable
 
 __all__ = ["Features", "Recommender", "Scenario", "ScenarioBatch", "TableChoice"]
 
@@ -72,6 +73,10 @@ class TableChoice:
     pooling: PoolingType = PoolingType.SUM
     num_embeddings: int = UNBOUNDED
     trainable: bool = True
+    capacity: int | None = None
+    admission: Any = None
+    eviction: Any = None
+    default_row: Any = None
 
 
 @dataclass
@@ -168,7 +173,8 @@ class Scenario:
         configs = [
             EmbeddingBagConfig(
                 t.num_embeddings, t.dim, t.name, feature_names=list(t.features), pooling=t.pooling,
-                init=init.Uniform(-0.5, 0.5), trainable=t.trainable,
+                init=init.Uniform(-0.5, 0.5), trainable=t.trainable, capacity=t.capacity, admission=t.admission,
+                eviction=t.eviction, default_row=t.default_row,
             )
             for t in self.tables
         ]  # fmt: skip
@@ -230,12 +236,16 @@ class Scenario:
                 self.optimizer,
                 self.seed,
                 t.trainable,
+                t.capacity,
+                t.admission,
+                t.eviction,
+                t.default_row,
             )
             for t in self.tables
         ]
         generators = [self.generator(r) for r in range(self.world_size)]
         loaders = [self.loader(r, g) for r, g in enumerate(generators)]
-        models = [Recommender(OracleLookup(tables, {}), self.width, g, self.weight_loss) for g in generators]
+        models = [Recommender(OracleLookup(tables), self.width, g, self.weight_loss) for g in generators]
         player = Oracle(
             tables,
             models,
@@ -249,10 +259,13 @@ class Scenario:
             return [(len(chosen), self._take(batch, chosen)) for chosen in partition[rank][t]]
 
         player.play(lambda r: next(loaders[r], None), parts, self.batches)
-        rows = {key: row.numpy().tobytes() for key, row in player.rows.items()}
+        rows = {key: row.numpy().tobytes() for key, row in player.rows.values.items()}
         dense = [[p.detach().numpy().tobytes() for p in m.parameters()] for m in models]
         losses = [[player.losses[t][r] for t in range(self.batches)] for r in range(self.world_size)]
-        return Outcome([rows], [], dense, losses, [])
+        ranks = range(self.world_size)
+        metadata = [player.rows.metadata(r) for r in ranks]
+        policies = [player.rows.policies(r) for r in ranks]
+        return Outcome([rows], metadata, dense, losses, [], policies=policies)
 
     def _run_oracle(self, model: Any, micro: tuple[dict[str, Any], ScenarioBatch]) -> tuple[Tensor, Any]:
         bags, batch = micro

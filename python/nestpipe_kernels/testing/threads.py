@@ -10,7 +10,7 @@ from typing import Any
 from ..comm import InMemoryWorld
 from ..config import PipelineConfig
 from ..pipeline.train_pipeline import NestedPipeline
-from .explorer import Outcome, read_store
+from .explorer import Outcome, read_policies, read_store
 from .scenario import Scenario
 
 __all__ = ["read_pipeline", "run_ranks_as_threads", "run_scenario", "scenario_config"]
@@ -36,7 +36,8 @@ def read_pipeline(pipeline: NestedPipeline, losses: list[float]) -> Outcome:
     for binding in pipeline.rank.bindings:
         read_store(binding.store, rows, notes)
     dense = [p.detach().numpy().tobytes() for _, p in pipeline.rank.dense_parameters]
-    return Outcome([rows], [notes], [dense], [losses], [])
+    policies = {k: v for binding in pipeline.rank.bindings for k, v in read_policies(binding.store).items()}
+    return Outcome([rows], [notes], [dense], [losses], [], policies=[policies])
 
 
 def run_ranks_as_threads(world_size: int, body: Callable[[int, Any], Any], timeout_s: float = 30.0) -> list[Any]:
@@ -83,4 +84,5 @@ def run_scenario(scenario: Scenario, schedule: str) -> Outcome:
         [p.dense[0] for p in parts],
         [p.losses[0] for p in parts],
         [],
+        policies=[p.policies[0] for p in parts],
     )
