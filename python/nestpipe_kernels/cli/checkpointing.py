@@ -1,4 +1,4 @@
-"""`nestpipe train --checkpoint DIR`: continues from DIR where a checkpoint is there, saves every N steps and at the end."""
+"""`nestpipe train --checkpoint DIR`: continues from DIR if a checkpoint is there; saves every N steps, and last."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def saved_steps(options: TrainOptions) -> int | None:
         if saved != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
-                f"--checkpoint {path} was made with {flag} {_shown(saved)}, this run has {flag} {_shown(value)}; give the "
-                "same, or another directory"
+                f"--checkpoint {path} was made with {flag} {_shown(saved)}, this run has {flag} {_shown(value)}; give "
+                "the same, or another directory"
             )
     steps: int = notes["steps"]
     return steps

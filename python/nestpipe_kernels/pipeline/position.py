@@ -87,6 +87,7 @@ class Position:
         self._model = model
         self._own = model_generators(model)
         self._loader: Any = None
+        self._declared: Any = None
         self._opened: tuple[Any, Origin] | None = None
         self._plan: _Plan | None = None
         self.current: Source | None = None
@@ -108,14 +109,24 @@ class Position:
 
     # --------------------------------------------------------------------------------------------- iterators
 
+    def set_loader(self, loader: Any) -> None:
+        """Iterators that training gets from now on come from this loader."""
+        self._loader = self._declared = loader
+        plan = self._plan
+        if plan is not None and plan.record["kind"] == "state" and plan.positioned is None:
+            load_loader_state(loader, plan.record)
+            plan.positioned = loader
+
     def open(self, loader: Any, training: bool) -> Iterator[Any]:
         """iter(loader), continued where a loaded checkpoint says."""
+        if hasattr(loader, "__next__"):  # an iterator, which iter() does not start
+            return iter(loader)
         origin = Origin(loader)
         if training:
             self._loader = loader
         self._own = {**model_generators(self._model), **self._own}
         own = self.generators(loader)
-        if not training or self._plan is None or iter_is_self(loader):
+        if not training or self._plan is None:
             origin.before = capture_random(own)
             iterator: Iterator[Any] = iter(loader)
         else:
@@ -165,14 +176,14 @@ class Position:
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] is iterator:
             return opened[1]
-        origin = Origin()
+        origin = Origin(self._declared if training else None)
         if training and self._plan is not None:
             plan, self._plan = self._plan, None
             record, kind = plan.record, plan.record["kind"]
             origin.before = record.get("before")
             origin.exhausted = kind == "exhausted"
             if kind == "state":
-                origin.loader = plan.positioned
+                origin.loader = plan.positioned if plan.positioned is not None else origin.loader
                 self._position_iterator(iterator, origin, plan)
             if kind in ("state", "count"):
                 origin.redo = _redo(record, plan.after, record.get("before"), all_after=True)
@@ -310,7 +321,7 @@ class Position:
         origin: Origin = self.current.position
         if loader is not None:
             if origin.loader is None:
-                origin.loader = self._loader = loader
+                origin.loader = self._loader = self._declared = loader
             elif origin.loader is not loader and origin.loader is not self.current.iterator:
                 raise CheckpointError(
                     f"checkpoint: save() was given a loader ({_name(loader)}), but the pipeline draws from another one "
@@ -339,16 +350,13 @@ class Position:
         if record["kind"] == "state" and loader is not None:
             load_loader_state(loader, record)
             positioned = loader
+        if loader is not None:
+            self._loader = self._declared = loader
         own = self.generators(loader)
         if generators is not None:
             restore_random(generators, own)
         if record["kind"] != "none" or generators is not None:
             self._plan = _Plan(record, generators if generators is not None else capture_random(own), positioned)
-
-
-def iter_is_self(loader: Any) -> bool:
-    """Whether an object is an iterator already, so that iter() starts nothing."""
-    return hasattr(loader, "__next__")
 
 
 def loader_record(loader: Any) -> dict[str, Any]:

@@ -455,6 +455,14 @@ class NestedPipeline:
         """
         self._position.add_generator(name, generator)
 
+    def set_loader(self, loader: Any) -> None:
+        """Say which loader the iterators given to `progress()` come from, before training or after a load.
+
+        Checkpoints then hold that loader's state, where it has state_dict() and load_state_dict(), and know its
+        generators. `run(loader)` needs no such word.
+        """
+        self._position.set_loader(loader)
+
     def settle(self) -> None:
         """Make the stores show the state after the last returned batch, without effects of batches drawn ahead.
 
