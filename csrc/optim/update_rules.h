@@ -247,8 +247,12 @@ struct Lamb : Moments {
       const float v = moved(second[d], g * g, one_minus_beta2);
       first[d] = m;
       second[d] = v;
-      const float u = (m * bias.first) / (std::sqrt(v) * bias.second + eps);
-      direction[d] = decayed<kDecay>(u, decay, p[d]);
+      direction[d] = (m * bias.first) / (std::sqrt(v) * bias.second + eps);
+    }
+    // A loop of its own: with five arrays the compiler checks too many pairs for overlap to
+    // vectorize.
+    if constexpr (kDecay) {
+      for (std::int64_t d = 0; d < row.dim; ++d) direction[d] += decay * p[d];
     }
     const float weight = std::sqrt(lane_sum(row.dim, [=](std::int64_t d) { return p[d] * p[d]; }));
     const float length =
