@@ -3,7 +3,7 @@
 // ops/row_update/reference.py; every line here is the same float32 operation.
 //
 // Whether there is weight decay is a template argument (`kDecay`), so that no loop branches per
-// element. Loops read their pointers through local __restrict copies, else they do not vectorize.
+// element and all of them vectorize (check with -fopt-info-vec after a change).
 #pragma once
 
 #include <cmath>

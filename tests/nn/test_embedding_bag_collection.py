@@ -177,6 +177,23 @@ def test_stores_hold_tables_of_like_settings() -> None:
     assert list(ebc.named_parameters()) == []
 
 
+def test_tables_share_a_store_whose_optimizers_differ_in_lr_alone() -> None:
+    rules = [
+        optim.SGD(lr=0.1, momentum=0.9),
+        optim.SGD(lr=0.2, momentum=0.9),
+        optim.SGD(lr=0.1, momentum=0.8),
+        optim.SGD(lr=0.1),
+        optim.SGD(lr=0.1, weight_decay=0.5),
+        optim.AdamW(),
+        optim.AdamW(weight_decay=0.5),
+    ]
+    tables = [EmbeddingBagConfig(10, 4, f"t{i}", feature_names=[f"f{i}"], optimizer=r) for i, r in enumerate(rules)]
+    ebc = EmbeddingBagCollection(tables)
+    named = [[spec.name for spec in store.tables] for store in ebc.row_stores()]
+    assert named == [["t0", "t1"], ["t2"], ["t3"], ["t4"], ["t5"], ["t6"]]
+    assert ebc.learning_rates(0).tolist() == pytest.approx([0.1, 0.2])
+
+
 def test_learning_rates_follow_the_sparse_optimizer() -> None:
     tables = [
         EmbeddingBagConfig(9, 2, "a", lr_scale=0.5),
