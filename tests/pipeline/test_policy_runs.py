@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,21 +56,25 @@ def test_the_runs_below_use_their_rules(rule: str) -> None:
 def test_a_bad_batch_leaves_no_trace_of_its_evictions(schedule: str, rule: str, bad: int) -> None:
     """Batch 4 has a NaN on one of two ranks: both keep rows, metadata, counts and counters of before, bit by bit."""
 
-    def batches(rank: int) -> list[Batch]:
-        own = [make_batch(100 * rank + t, 4, keys=16, first_key=5 * t % 23) for t in range(8)]
-        own[4] = make_batch(100 * rank + 4, 4, keys=16, first_key=20, bad=bad if rank else 0)
-        return own
-
-    runs = run_all(2, schedule, batches, watch=[4], model_of=lambda group: model_of(rule, group))
+    runs = run_all(
+        2, schedule, lambda rank: _batches(rank, bad), watch=[4], model_of=lambda group: model_of(rule, group)
+    )
     for rank, run in enumerate(runs):
         ((before, after),) = run.around_errors
         assert before == after
-        assert run.state == _without(batches, 4, rule)[rank]
+        assert run.state == _without_the_bad_one(rule)[rank]
 
 
-def _without(batches: Any, left_out: int, rule: str) -> list[Any]:
+def _batches(rank: int, bad: int) -> list[Batch]:
+    own = [make_batch(100 * rank + t, 4, keys=16, first_key=5 * t % 23) for t in range(8)]
+    own[4] = make_batch(100 * rank + 4, 4, keys=16, first_key=20, bad=bad if rank else 0)
+    return own
+
+
+@functools.cache
+def _without_the_bad_one(rule: str) -> list[Any]:
     def kept(rank: int) -> list[Batch]:
-        return [batch for t, batch in enumerate(batches(rank)) if t != left_out]
+        return [batch for t, batch in enumerate(_batches(rank, 0)) if t != 4]
 
     return [run.state for run in run_all(2, "sequential", kept, model_of=lambda group: model_of(rule, group))]
 
