@@ -25,6 +25,7 @@ def add_bench(commands: Any) -> None:
     )
     cases = parser.add_subparsers(dest="case", metavar="CASE", required=True)
     _add_train_step(cases)
+    _add_evict(cases)
 
 
 def _add_train_step(cases: Any) -> None:
@@ -43,6 +44,24 @@ def _add_train_step(cases: Any) -> None:
     case.add_argument("--repeat", type=positive, default=20, help="timed steps of each")
     case.add_argument("--seed", type=int, default=0, help="seed of keys and gradients")
     case.add_argument("--peers", action="store_true", help="also nn.EmbeddingBag and, if installed, FBGEMM")
+    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    case.set_defaults(run=_run)
+
+
+def _add_evict(cases: Any) -> None:
+    text = "find_or_insert into a full table that evicts, beside one with room for everything"
+    case = cases.add_parser(
+        "evict", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    case.add_argument("--rows", type=positive, default=1_000_000, help="capacity of the table that evicts")
+    case.add_argument("--keys", type=positive, default=20_000_000, help="ids of the Zipf stream")
+    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the Zipf stream")
+    case.add_argument("--batch", type=positive, default=65_536, help="keys of a call")
+    case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
+    case.add_argument("--slack", type=float, default=0.0625, help="part of the capacity that is freed at once")
+    case.add_argument("--threads", type=positive, default=None, help="threads (NESTPIPE_THREADS or cores)")
+    case.add_argument("--repeat", type=positive, default=60, help="timed calls")
+    case.add_argument("--seed", type=int, default=0, help="seed of the keys")
     case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
     case.set_defaults(run=_run)
 

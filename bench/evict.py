@@ -1,0 +1,153 @@
+"""Case `find_or_insert_evict`: find_or_insert into a full table that evicts, beside one with room for everything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import nestpipe_kernels as nk
+from nestpipe_kernels._native import core
+from nestpipe_kernels.config import default_threads
+from nestpipe_kernels.launch.machine import facts
+from nestpipe_kernels.store import EmbeddingStore
+
+__all__ = ["Table", "miss_stream", "run", "zipf_stream"]
+
+ROOM = "room for everything"
+EVICTING = "at capacity, LRU"
+
+
+@dataclass
+class Table:
+    """A store under measurement, and what each timed call took (ms): of the clock, and of the processors."""
+
+    name: str
+    store: EmbeddingStore
+    times: list[float]
+    cpu_times: list[float]
+    inserted_before: int = 0
+
+    def call(self, keys: Tensor, batch: int, timed: bool) -> None:
+        """One find_or_insert; embeddings are read, too."""
+        start, cpu_start = time.perf_counter(), time.process_time()
+        self.store.find_or_insert(keys, batch=batch)
+        if timed:
+            self.times.append((time.perf_counter() - start) * 1e3)
+            self.cpu_times.append((time.process_time() - cpu_start) * 1e3)
+
+
+def zipf_stream(parsed: argparse.Namespace, num_batches: int) -> list[Tensor]:
+    """int64 [batch] each: ids of a Zipf distribution over `keys` ids, hot ones spread over the range."""
+    generator = np.random.default_rng(parsed.seed)
+    cdf = np.cumsum(np.arange(1, parsed.keys + 1, dtype=np.float64) ** -parsed.zipf)
+    cdf /= cdf[-1]
+    batches = []
+    for _ in range(num_batches):
+        ranks = np.searchsorted(cdf[:-1], generator.random(parsed.batch), side="right")
+        # Odd multiplier modulo 2^40: one id per rank.
+        batches.append(torch.from_numpy((ranks * 0x9E3779B1) % (1 << 40)))
+    return batches
+
+
+def miss_stream(parsed: argparse.Namespace, num_batches: int) -> list[Tensor]:
+    """int64 [batch] each: no id ever comes again."""
+    return [torch.arange(b * parsed.batch, (b + 1) * parsed.batch) * 7919 for b in range(num_batches)]
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure the streams in turn; one JSON line for each table and stream."""
+    threads = parsed.threads or default_threads()
+    core().set_num_threads(threads)
+    torch.set_num_threads(threads)
+    streams: dict[str, Callable[[argparse.Namespace, int], list[Tensor]]] = {"zipf": zipf_stream, "misses": miss_stream}
+    lines = []
+    for name, make in streams.items():
+        lines += _lines(parsed, name, threads, _measure(parsed, name, make))
+    print("\n".join(lines))
+    if parsed.json is not None:
+        with Path(parsed.json).open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _measure(
+    parsed: argparse.Namespace, name: str, make: Callable[[argparse.Namespace, int], list[Tensor]]
+) -> list[Table]:
+    """Both tables after the stream; they take turns, and which one is first alternates."""
+    settings: dict[str, Any] = {"dim": parsed.dim, "optimizer": nk.optim.RowWiseAdagrad(0.05), "name": "item"}
+    evicting = EmbeddingStore(**settings, capacity=parsed.rows, eviction=nk.policy.LRU(parsed.slack))
+    warm_up = _batches_to_fill(make, parsed)
+    batches = make(parsed, warm_up + parsed.repeat)
+    roomy = EmbeddingStore(**settings)
+    # Memory that was written before: what the system takes to hand out fresh pages is not a cost of insertion.
+    for keys in batches:
+        roomy.find_or_insert(keys, batch=0)
+    roomy.clear()
+    tables = [Table(ROOM, roomy, [], []), Table(EVICTING, evicting, [], [])]
+    for b, keys in enumerate(batches):
+        if b == warm_up:
+            for table in tables:
+                table.inserted_before = table.store.counters()["inserted"]
+        for table in tables if b % 2 else reversed(tables):
+            table.call(keys, b, b >= warm_up)
+    if not evicting.counters()["evicted"]:
+        raise ValueError(f"bench evict: the stream {name} evicts nothing; give fewer --rows, more --keys or --repeat")
+    print(f"find_or_insert_evict: {name}, {warm_up} batches to fill the table, {parsed.repeat} timed", file=sys.stderr)
+    return tables
+
+
+def _batches_to_fill(make: Callable[[argparse.Namespace, int], list[Tensor]], parsed: argparse.Namespace) -> int:
+    """How many batches it takes to bring 1.2 times as many keys as the table has rows."""
+    count = 8
+    while True:
+        distinct = torch.cat(make(parsed, count)).unique().numel()  # type: ignore[no-untyped-call]
+        if distinct >= 1.2 * parsed.rows:
+            return count
+        if count >= 4096:
+            raise ValueError(f"bench evict: {count} batches hold {distinct} keys, too few for {parsed.rows} rows")
+        count *= 2
+
+
+def _lines(parsed: argparse.Namespace, stream: str, threads: int, tables: list[Table]) -> list[str]:
+    lines = []
+    room = tables[0]
+    for table in tables:
+        cuts = quantiles(table.times, n=5, method="inclusive") if len(table.times) > 1 else table.times * 4
+        counters = table.store.counters()
+        shape = {
+            "stream": stream, "rows": parsed.rows, "dim": parsed.dim, "batch": parsed.batch, "slack": parsed.slack,
+            "keys": parsed.keys, "zipf": parsed.zipf,
+        }  # fmt: skip
+        lines.append(
+            json.dumps(
+                {
+                    "case": "find_or_insert_evict",
+                    "shape": shape,
+                    "impl": table.name,
+                    "dtype": "float32",
+                    "threads": threads,
+                    "median_ms": round(median(table.times), 4),
+                    "p20_ms": round(cuts[0], 4),
+                    "p80_ms": round(cuts[3], 4),
+                    "mean_ms": round(mean(table.times), 4),
+                    "cpu_ms": round(mean(table.cpu_times), 4),
+                    "mean_over_room": round(mean(table.times) / mean(room.times), 4),
+                    "cpu_over_room": round(mean(table.cpu_times) / mean(room.cpu_times), 4),
+                    "inserted": counters["inserted"] - table.inserted_before,
+                    "evicted": counters["evicted"],
+                    **facts(),
+                }
+            )
+        )
+    return lines
