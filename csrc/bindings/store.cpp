@@ -218,14 +218,15 @@ void bind_counts_of_store(py::class_<EmbeddingStore>& store) {
         self.set_counters(table, {inserted, evicted, expired, refused, not_admitted});
       },
       Unlocked());
-  store.def("admission_state", [](const EmbeddingStore& self, std::int64_t table) {
-    CountsState state;
-    {
-      const py::gil_scoped_release unlocked;
-      state = self.admission_state(table);
-    }
-    return py::make_tuple(as_bytes(state.keys), as_bytes(state.counts), as_bytes(state.cells));
-  });
+  store.def(
+      "admission_state", [](const EmbeddingStore& self, std::int64_t table, int first, int end) {
+        CountsState state;
+        {
+          const py::gil_scoped_release unlocked;
+          state = self.admission_state(table, first, end);
+        }
+        return py::make_tuple(as_bytes(state.keys), as_bytes(state.counts), as_bytes(state.cells));
+      });
   store.def(
       "load_admission_state",
       [](EmbeddingStore& self, std::int64_t table, std::int64_t size, Address keys, Address counts,

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace nestpipe {
 namespace {
@@ -118,13 +119,22 @@ std::uint64_t AdmissionCounts::bytes() const {
   return sum;
 }
 
-CountsState AdmissionCounts::state() const {
+CountsState AdmissionCounts::state(int first, int end) const {
   CountsState state;
-  exact_.for_each([&](std::int64_t key, std::uint32_t count) {
-    state.keys.push_back(key);
-    state.counts.push_back(count);
-  });
-  for (std::size_t b = 0; b < blocks_.size(); ++b) {
+  std::vector<std::pair<std::int64_t, std::uint32_t>> counted;
+  for (int shard = first; shard < end; ++shard) {
+    counted.clear();
+    exact_.for_each_in_shard(
+        shard, [&](std::int64_t key, std::uint32_t count) { counted.emplace_back(key, count); });
+    std::sort(counted.begin(), counted.end());
+    for (const auto& [key, count] : counted) {
+      state.keys.push_back(key);
+      state.counts.push_back(count);
+    }
+  }
+  const std::size_t end_block = blocks_.size() * static_cast<std::size_t>(end) / kNumShards;
+  for (std::size_t b = blocks_.size() * static_cast<std::size_t>(first) / kNumShards; b < end_block;
+       ++b) {
     const auto* const cells = static_cast<const std::uint8_t*>(blocks_[b].data());
     if (cells == nullptr) continue;
     const auto* const end = cells + cells_per_block_;

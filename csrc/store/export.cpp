@@ -11,6 +11,13 @@
 
 namespace nestpipe {
 
+void EmbeddingStore::check_shards(int first, int end) {
+  if (first < 0 || end > kNumShards || first > end) {
+    throw std::out_of_range("store: index shards must lie in [0, 256], got " +
+                            std::to_string(first) + " to " + std::to_string(end));
+  }
+}
+
 void EmbeddingStore::shard_sizes(std::int64_t table, std::int64_t* sizes) const {
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
@@ -24,10 +31,7 @@ void EmbeddingStore::shard_sizes(std::int64_t table, std::int64_t* sizes) const 
 std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int end,
                                            std::int64_t capacity, std::int64_t* keys,
                                            std::int64_t* handles) const {
-  if (first < 0 || end > kNumShards || first > end) {
-    throw std::out_of_range("store: index shards must lie in [0, 256], got " +
-                            std::to_string(first) + " to " + std::to_string(end));
-  }
+  check_shards(first, end);
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
   std::vector<std::vector<std::pair<std::int64_t, std::uint32_t>>> shards(end - first);

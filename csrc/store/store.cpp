@@ -167,9 +167,10 @@ std::int64_t EmbeddingStore::filter_cells_per_block(std::int64_t table) const {
   return tables_.at(static_cast<std::size_t>(table))->counts.cells_per_block();
 }
 
-CountsState EmbeddingStore::admission_state(std::int64_t table) const {
+CountsState EmbeddingStore::admission_state(std::int64_t table, int first, int end) const {
+  check_shards(first, end);
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
-  return tables_.at(static_cast<std::size_t>(table))->counts.state();
+  return tables_.at(static_cast<std::size_t>(table))->counts.state(first, end);
 }
 
 void EmbeddingStore::load_admission_state(std::int64_t table, const CountsState& state) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import safetensors.torch
 import torch
 from store_cases import contents, load_stores, make_store, save_stores
 
@@ -12,6 +13,7 @@ from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.errors import CheckpointError
 from nestpipe_kernels.init import Uniform
 from nestpipe_kernels.ops.owners import default_slice_owner, owners
+from nestpipe_kernels.ops.owners.reference import hash_keys
 from nestpipe_kernels.policy import CountingFilter, MinFrequency
 from nestpipe_kernels.types import UNBOUNDED, TableSpec
 
@@ -73,6 +75,18 @@ def test_exact_counts_are_the_same_after_moving_to_other_ranks_and_back(tmp_path
         for name, tensor in old.admission_state("t").items():
             assert torch.equal(new.admission_state("t")[name], tensor)
     assert sum(store.admission_state("t")["keys"].numel() for store in again) == 400
+
+
+def test_files_of_counts_are_in_the_order_of_row_files(tmp_path) -> None:
+    (store,) = _filled(EXACT, 1)
+    save_stores(tmp_path, [store])
+    name = Manifest.load(tmp_path).table("t").admission_files[0]
+    found = safetensors.torch.load_file(tmp_path / name)
+    shards = (hash_keys(store.table_hashes[:1], found["keys"]) >> 40) & 255
+    assert list(zip(shards.tolist(), found["keys"].tolist())) == sorted(zip(shards.tolist(), found["keys"].tolist()))
+    assert dict(zip(found["keys"].tolist(), found["counts"].tolist())) == {k: 2 - (k >= 300) for k in range(100, 500)}
+    whole = store.admission_state("t")
+    assert torch.equal(whole["keys"], torch.arange(100, 500)) and torch.equal(found["keys"].sort()[0], whole["keys"])
 
 
 def test_loading_replaces_counts_and_counters(tmp_path) -> None:

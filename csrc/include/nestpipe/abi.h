@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 }  // namespace nestpipe

@@ -67,7 +67,8 @@ class AdmissionCounts {
 
   void clear();
   std::uint64_t bytes() const;
-  CountsState state() const;
+  // Of index shards first .. end - 1, by (shard, key); of a filter, that part of all its blocks.
+  CountsState state(int first, int end) const;
   void load(const CountsState& state);
 
  private:

@@ -178,8 +178,9 @@ class EmbeddingStore {
   // Blocks of a table's counting filter over all slices, and cells of each; 0 where it has none.
   std::int64_t filter_blocks(std::int64_t table) const;
   std::int64_t filter_cells_per_block(std::int64_t table) const;
-  // Counts of keys without a row.
-  CountsState admission_state(std::int64_t table) const;
+  // Counts of keys without a row, of index shards first .. end - 1 by (shard, key); of a filter,
+  // the same part of all its blocks.
+  CountsState admission_state(std::int64_t table, int first, int end) const;
   // Adds to the counts: exact ones replace those of the same key, cells of filters keep the larger.
   void load_admission_state(std::int64_t table, const CountsState& state);
   // Keys and handles of a table by ascending handle.
@@ -235,6 +236,7 @@ class EmbeddingStore {
   // Locks of keys_mutex_; a score function of this thread's retrieval must not wait for itself.
   std::shared_lock<std::shared_mutex> shared_keys() const;
   std::unique_lock<std::shared_mutex> own_keys() const;
+  static void check_shards(int first, int end);
   void check_tables(const KeySpan& in) const;
   void check_handles(const std::int64_t* handles, std::int64_t size) const;
   void initial_row(std::int32_t table, std::int64_t key, float* out) const;

@@ -27,7 +27,7 @@ from .file_reader import open_tensor_file
 from .manifest import Manifest
 from .manifest_parts import TableFile
 from .rows_check import TableTarget, check_rows, differences
-from .rows_save import rows_per_chunk, slice_range
+from .rows_save import admission_parts, rows_per_chunk, slice_range
 from .settings import RowParts, described, row_parts
 
 __all__ = ["TableTarget", "all_targets", "load_tables"]
@@ -170,7 +170,7 @@ class _Load:
         return any(
             target.store.size(target.table)
             or any(target.store.counters(target.table).values())
-            or any(counts.numel() for counts in target.store.admission_state(target.table).values())
+            or any(one.numel() for part in admission_parts(target.store, target.table) for one in part.values())
             for target in self.targets
         )
 

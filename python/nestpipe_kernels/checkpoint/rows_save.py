@@ -17,7 +17,7 @@ from .manifest_parts import TableFile, TableRecord
 from .names import admission_file, table_file
 from .settings import RowParts, row_parts, table_record
 
-__all__ = ["CHUNK_BYTES", "rows_per_chunk", "save_tables", "slice_range"]
+__all__ = ["CHUNK_BYTES", "admission_parts", "rows_per_chunk", "save_tables", "slice_range"]
 
 CHUNK_BYTES = 4 << 20
 """Bytes of rows that travel between store and file at once. A few chunks are under way: gathered, split, written."""
@@ -64,8 +64,7 @@ def save_tables(
             record.rows = _write_table(generation, file, store, t, record)
             record.files.append(TableFile(file, generation.rank, record.rows, first, end))
             _write_admission(generation, store, t, record, len(records))
-            if hasattr(store, "counters"):
-                record.counters = {name: int(count) for name, count in store.counters(spec.name).items()}
+            record.counters = dict(store.counters(t))
             records.append(record)
     return records
 
@@ -139,11 +138,26 @@ def _copy(view: Tensor) -> Tensor:
 
 
 def _write_admission(generation: Generation, store: Any, table: int, record: TableRecord, number: int) -> None:
-    if record.admission is None or not hasattr(store, "admission_state"):
+    if record.admission is None:
         return
-    state = store.admission_state(store.tables[table].name)
-    if not state:
+    empty = store.admission_state(table, (0, 0))
+    sizes = dict.fromkeys(empty, 0)
+    for part in admission_parts(store, table):
+        for name, tensor in part.items():
+            sizes[name] += tensor.shape[0]
+    if not sizes:
         return
+    tensors = {name: (tensor.dtype, (sizes[name], *tensor.shape[1:])) for name, tensor in empty.items()}
     file = admission_file(generation.number, number, generation.rank)
-    generation.write_tensors(file, state)
+    with generation.create(file, tensors) as writer:
+        for part in admission_parts(store, table):
+            for name, tensor in part.items():
+                writer.write(name, tensor)
+        generation.add(file, writer.close())
     record.admission_files.append(file)
+
+
+def admission_parts(store: Any, table: int) -> Iterator[dict[str, Tensor]]:
+    """The state of a table's admission counts, by 256ths."""
+    for shard in range(_NUM_SHARDS):
+        yield store.admission_state(table, (shard, shard + 1))

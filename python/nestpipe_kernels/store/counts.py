@@ -15,18 +15,21 @@ from .checks import check_tensor
 __all__ = ["counts_of", "load_counts"]
 
 NUM_SLICES = 65536
+NUM_SHARDS = 256
 COUNTS = ("keys", "counts")
 FILTER = ("blocks", "cells")
 
 
-def counts_of(native: Any, index: int) -> dict[str, Tensor]:
+def counts_of(native: Any, index: int, shards: tuple[int, int] | None) -> dict[str, Tensor]:
     """As `EmbeddingStore.admission_state`, of table number `index` of a native store."""
-    keys, counts, cells = native.admission_state(index)
+    keys, counts, cells = native.admission_state(index, *(shards or (0, NUM_SHARDS)))
     num_blocks, cells_per_block = native.filter_layout(index)
     if num_blocks:
         blocks = _int64(keys)
         flat = torch.frombuffer(cells, dtype=torch.uint8) if cells else torch.empty(0, dtype=torch.uint8)
         return {"blocks": blocks, "cells": flat.reshape(blocks.numel(), cells_per_block)}
+    if shards is not None:
+        return {"keys": _int64(keys), "counts": _int64(counts)}
     order = torch.argsort(_int64(keys))
     return {"keys": _int64(keys)[order], "counts": _int64(counts)[order]}
 

@@ -470,14 +470,21 @@ class EmbeddingStore:
             raise ValueError(f"load_counters: need {list(COUNTERS)}, got {sorted(counters)}")
         self._native.set_counters(self._table(table), tuple(int(counters[name]) for name in COUNTERS))
 
-    def admission_state(self, table: str | int | None = None) -> dict[str, Tensor]:
+    def admission_state(
+        self, table: str | int | None = None, shards: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Counts of a table's keys that have no row.
+
+        Args:
+            table: its name or index; may be left out where the store has one table.
+            shards: (first, end) of 256 parts, to be asked for one after another where all would take too much memory;
+                exact counts then come by (index shard, key). None: all.
 
         Returns:
             exact: "keys" int64 [k], ascending, "counts" int64 [k]; with a filter: "blocks" int64 [k], ascending,
             "cells" uint8 [k, cells of a block], blocks that are not all zero. Empty where the rule counts nothing.
         """
-        return counts_of(self._native, self._table(table))
+        return counts_of(self._native, self._table(table), shards)
 
     def load_admission_state(
         self, table: str | int | None, state: Mapping[str, Tensor], owned: Tensor | None = None
