@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from resume_cases import Batches, check_resume, on_all_ranks
 
 from nestpipe_kernels import checkpoint, optim
+from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.data import SyntheticConfig, SyntheticDataset, batches
-from nestpipe_kernels.errors import CheckpointError
+from nestpipe_kernels.errors import CheckpointError, RemoteRankError
 from nestpipe_kernels.models import build
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.testing.scenario import Scenario
@@ -154,3 +156,17 @@ def test_async_checkpoints_hold_the_state_and_training_goes_on(tmp_path):
     run = on_all_ranks(scenario, "async", tmp_path, save_after=3, limit=3)
     resumed = on_all_ranks(scenario, "async", tmp_path, load=True, limit=1)
     assert [part.step_count for part in run + resumed] == [3, 3, 4, 4]
+
+
+def test_ranks_without_generators_and_without_a_position(tmp_path):
+    """What resharding leaves: every rank's state but its generators, and no position of a loader that counts."""
+    scenario = Scenario(world_size=2, batches=4, uneven=False)
+    on_all_ranks(scenario, "nested", tmp_path, save_after=2)
+    manifest = Manifest.load(tmp_path)
+    ranks = [{**tree, "generators": {}, "loader": {"kind": "unknown"}} for tree in manifest.ranks]
+    dataclasses.replace(manifest, ranks=ranks).save(tmp_path)
+    with pytest.raises((CheckpointError, RemoteRankError), match="does not say where the data stood"):
+        on_all_ranks(scenario, "nested", tmp_path, load=True)
+    first, second = on_all_ranks(scenario, "nested", tmp_path, load=True, start_epoch=True)
+    assert (first.report.generators, first.report.data) == (False, "starts an epoch")
+    assert len(first.outcome.losses[0]) == len(second.outcome.losses[0]) == 4 and first.step_count == 6

@@ -33,7 +33,7 @@ def contents(directory: Path) -> dict[str, object]:
 def steps_of(directory: Path) -> int:
     """Steps of the last complete checkpoint, 0 if there is none."""
     try:
-        return int(Manifest.load(directory).ranks[0]["extra"]["nestpipe_train"]["steps"])
+        return int(Manifest.load(directory).position["step_count"])
     except CheckpointError:
         return 0
 

@@ -21,7 +21,7 @@ from .participants import Participants, participants
 from .position import record_without_pipeline
 from .report import LoadReport
 from .rows_save import save_tables
-from .tree import encode
+from .tree import Ordered, encode
 
 __all__ = ["load", "save"]
 
@@ -151,10 +151,10 @@ def _write(generation: Generation, who: Participants, position: dict[str, Any]) 
     tensors: dict[str, Tensor] = {}
     own = {
         "buffers": buffers_of(who.model),
-        "extra_state": extra_states_of(who.model),
+        "extra_state": {path: Ordered(state) for path, state in extra_states_of(who.model).items()},
         "generators": position["generators"],
-        "loader": position["loader"],
-        "extra": {name: _state_of(value) for name, value in who.extra.items()},
+        "loader": {key: Ordered(value) if key == "state" else value for key, value in position["loader"].items()},
+        "extra": {name: Ordered(_state_of(value)) for name, value in who.extra.items()},
     }
     tree = {key: encode(value, key, tensors) for key, value in own.items()}
     generation.write_tensors(rank_file(generation.number, generation.rank), tensors)

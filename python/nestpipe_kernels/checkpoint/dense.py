@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.modules import embedding_modules
 from ..errors import CheckpointError
+from .tree import Ordered
 
 __all__ = [
     "DenseChange",
@@ -107,7 +108,7 @@ def dense_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         state["optimizer"] = {
             "class": _class_name(optimizer),
             "groups": _group_names(optimizer, parameters),
-            "state": optimizer.state_dict(),
+            "state": Ordered(optimizer.state_dict()),
         }
     return state
 

@@ -69,12 +69,13 @@ class Loading:
         self._step_count, self._trained, self._modules = self._counts()
         self.report = LoadReport(
             optimizer_state=optimizer_state,
-            generators=self._same_world,
             data=describe(self._record),
             step_count=self._step_count,
             saved_world_size=manifest.world_size,
         )
-        if self._same_world:
+        self._generators = self._own["generators"] if self._same_world and self._own["generators"] else None
+        self.report.generators = self._generators is not None
+        if self._generators is not None:
             check_random(self._own["generators"], f"ranks[{rank}].generators")
         self._targets = self._plan_tables()
         self._changes = self._plan_dense()
@@ -220,7 +221,7 @@ class Loading:
         self._continue()
 
     def _continue(self) -> None:
-        who, generators = self._who, self._own["generators"] if self._same_world else None
+        who, generators = self._who, self._generators
         if who.pipeline is not None:
             who.pipeline.import_position(self._step_count, self._trained, self._record, generators, self._loader)
             who.set_step_counts(self._modules, 0)

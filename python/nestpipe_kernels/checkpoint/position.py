@@ -54,10 +54,10 @@ def choose_record(
         _check(record, f"ranks[{rank}].loader")
     else:
         record = _for_any_world(records, world_size)
-    if record["kind"] == "unknown" and loader is not None:
+    if record["kind"] == "unknown" and (loader is not None or has_pipeline):
         raise CheckpointError(
-            "checkpoint: it was saved without a loader, so it does not say where the data stood; load(..., "
-            "loader=None) or start_epoch=True starts the data from the beginning"
+            "checkpoint: it does not say where the data stood (it was saved without a loader, or resharded in the "
+            "middle of an epoch); load with start_epoch=True, and the data starts from its beginning"
         )
     if record["kind"] == "state" and loader is not None and not has_state(loader):
         raise CheckpointError(

@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["Ordered", "decode", "encode"]
 
 _MAX_DEPTH = 64
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -29,6 +30,16 @@ _SAVED_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """State of somebody else, in which the order of keys may matter.
+
+    A manifest sorts keys; in here dicts whose keys are not sorted are encoded as lists of pairs.
+    """
+
+    value: Any
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -42,7 +53,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     Raises:
         CheckpointError: something else, a tensor that files do not hold, or more than 64 levels; names its path.
     """
-    return _encode(value, path, tensors, 0)
+    return _encode(value, path, _Target(tensors), 0)
 
 
 def decode(tree: Any, path: str, fetch: Callable[[str], Tensor]) -> Any:
@@ -54,7 +65,15 @@ def decode(tree: Any, path: str, fetch: Callable[[str], Tensor]) -> Any:
     return _decode(tree, path, fetch, 0)
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+@dataclass(frozen=True)
+class _Target:
+    tensors: dict[str, Tensor]
+    ordered: bool = False
+
+
+def _encode(value: Any, path: str, into: _Target, depth: int) -> Any:
+    if isinstance(value, Ordered):
+        return _encode(value.value, path, _Target(into.tensors, ordered=True), depth)
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"checkpoint: {path[:200]} lies more than {_MAX_DEPTH} levels deep; save flatter state")
     if value is None or isinstance(value, bool):
@@ -68,33 +87,35 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> An
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, Tensor):
-        return {"$tensor": _add(value, path, tensors)}
+        return {"$tensor": _add(value, path, into.tensors)}
     if isinstance(value, np.ndarray):
-        return {"$array": _add(_from_array(value, path), path, tensors)}
+        return {"$array": _add(_from_array(value, path), path, into.tensors)}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(bytes(value)).decode()}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors, depth)
+        return _encode_mapping(value, path, into, depth)
     if isinstance(value, tuple) and (not hasattr(value, "_fields")):
-        return {"$tuple": [_encode(item, f"{path}[{k}]", tensors, depth + 1) for k, item in enumerate(value)]}
+        return {"$tuple": [_encode(item, f"{path}[{k}]", into, depth + 1) for k, item in enumerate(value)]}
     if isinstance(value, list):
-        return [_encode(item, f"{path}[{k}]", tensors, depth + 1) for k, item in enumerate(value)]
+        return [_encode(item, f"{path}[{k}]", into, depth + 1) for k, item in enumerate(value)]
     raise CheckpointError(
         f"checkpoint: {path} is {_article(type(value).__name__)}, which cannot be saved without pickle; state must be "
         "made of tensors, numpy arrays, numbers, strings, bytes, None, lists, tuples and dicts"
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: str, into: _Target, depth: int) -> Any:
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain and into.ordered:
+        plain = list(value) == sorted(value)
     if plain and not isinstance(value, Counter):
-        return {_text(key, path): _encode(item, f"{path}.{key}", tensors, depth + 1) for key, item in value.items()}
+        return {_text(key, path): _encode(item, f"{path}.{key}", into, depth + 1) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
         where = f"{path}[{key!r}]"
         if isinstance(key, Tensor | np.ndarray):
             raise CheckpointError(f"checkpoint: {path} has a tensor as a key of a dict, which cannot be saved")
-        pairs.append([_encode(key, where, tensors, depth + 1), _encode(item, where, tensors, depth + 1)])
+        pairs.append([_encode(key, where, into, depth + 1), _encode(item, where, into, depth + 1)])
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 

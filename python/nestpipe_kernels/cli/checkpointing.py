@@ -1,4 +1,4 @@
-"""`nestpipe train --checkpoint DIR`: continues from DIR if a checkpoint is there; saves every N steps, and last."""
+"""`nestpipe train --checkpoint DIR`: continues from DIR if a checkpoint is there; saves there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from nestpipe_kernels import checkpoint
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.names import MANIFEST_NAME
+from nestpipe_kernels.checkpoint.tree import decode
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.errors import CheckpointError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
@@ -105,7 +106,7 @@ def saved_steps(options: TrainOptions) -> int | None:
     if not os.path.lexists(path / MANIFEST_NAME):
         return None
     extra = Manifest.load(path).ranks[0].get("extra")
-    notes = extra.get(_NAME) if isinstance(extra, dict) else None
+    notes = decode(extra.get(_NAME), "extra", _no_tensor) if isinstance(extra, dict) else None
     if not isinstance(notes, dict) or not isinstance(notes.get("options"), dict) or type(notes.get("steps")) is not int:
         raise CheckpointError(
             f"--checkpoint {path} holds a checkpoint that `nestpipe train` did not make; choose another directory"
@@ -120,6 +121,10 @@ def saved_steps(options: TrainOptions) -> int | None:
             )
     steps: int = notes["steps"]
     return steps
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointError(f"--checkpoint: {name} is a tensor among the command's notes; choose another directory")
 
 
 def _wanted(options: TrainOptions) -> dict[str, Any]:
