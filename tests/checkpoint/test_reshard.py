@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import contents, load_stores, make_store
+from store_cases import contents, load_stores, make_store, save_stores
 from tool_cases import change_bit, rewrite, row_files, run, save_world
 
 from nestpipe_kernels.checkpoint.files import open_tensor_file
@@ -15,6 +15,11 @@ from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.tools import row_files as row_files_module
 from nestpipe_kernels.checkpoint.tools.directory import leftovers
 from nestpipe_kernels.checkpoint.tools.reshard import reshard
+from nestpipe_kernels.init import Uniform
+from nestpipe_kernels.ops.owners import default_slice_owner, owners
+from nestpipe_kernels.policy import CountingFilter, MinFrequency
+from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.types import UNBOUNDED, TableSpec
 
 WORLDS = [(1, 2), (2, 1), (1, 4), (2, 2)]
 UNEVEN = [(4, 3), (3, 5)]
@@ -215,3 +220,33 @@ def _slices(file) -> tuple[int, int]:
 def test_too_many_ranks(tmp_path, capsys, ranks: int) -> None:
     code, _, error = run(capsys, "reshard", tmp_path, "--ranks", ranks, "--out", tmp_path / "out")
     assert code == 1 and f"reshard: ranks must be in [1, 65536], got {ranks}" in error
+
+
+# ------------------------------------------------------------------------------------------------- loading, then saving
+
+
+@pytest.mark.parametrize("rule", [MinFrequency(3), MinFrequency(3, CountingFilter(20_000))], ids=["exact", "filter"])
+@pytest.mark.parametrize("before, after", [(1, 3), (2, 3), (3, 2), (3, 5), (5, 3)])
+def test_the_same_as_loading_and_saving(tmp_path, before: int, after: int, rule) -> None:
+    """Admission counts included, also of blocks of a filter that several ranks have."""
+    tables = [TableSpec("t", UNBOUNDED, Uniform(-1, 1), 3, admission=rule)]
+    save_stores(tmp_path / "a", [_used_store(tables, rank, before) for rank in range(before)])
+    stores = [make_store(tables=tables) for _ in range(after)]
+    load_stores(tmp_path / "a", stores)
+    save_stores(tmp_path / "loaded and saved", stores)
+    reshard(tmp_path / "a", after, tmp_path / "resharded")
+    assert row_files(tmp_path / "resharded") == row_files(tmp_path / "loaded and saved")
+    assert len(row_files(tmp_path / "resharded")) == 2 * after
+    ours, theirs = (Manifest.load(tmp_path / name).tables for name in ("resharded", "loaded and saved"))
+    assert ours == theirs
+
+
+def _used_store(tables: list[TableSpec], rank: int, world: int) -> EmbeddingStore:
+    store = make_store(tables=tables)
+    generator = torch.Generator().manual_seed(5)
+    for batch in range(3):
+        keys = torch.randint(-500, 500, (400,), generator=generator).unique()
+        numbers = torch.zeros(keys.numel(), dtype=torch.int32)
+        mine = owners(keys, numbers, store.table_hashes, default_slice_owner(world)) == rank
+        store.retrieve(keys[mine], numbers[mine], torch.ones_like(keys[mine]), batch)
+    return store

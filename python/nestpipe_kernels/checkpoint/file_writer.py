@@ -36,15 +36,23 @@ class TensorFileWriter:
     Args:
         path: the final name; a temporary file `<name>.tmp` lies beside it meanwhile.
         tensors: name -> (data type, shape), complete.
+        inline: hash and write in the calling thread. Different tensors may then be written by different threads.
 
     Raises:
         CheckpointError: a data type, name or shape that files cannot hold.
         OSError: the file cannot be made; PermissionError, FileNotFoundError and so on as the system says.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        *,
+        inline: bool = False,
+    ) -> None:
         self.path = Path(path)
         self._layout = file_layout({name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()})
+        self._inline = inline or self._layout.size < _THREADS_FROM
         self._written = dict.fromkeys(self._layout.regions, 0)
         self._hashes = {name: hashlib.sha256() for name in self._layout.regions}
         self._descriptor, self._temporary = create_temporary(self.path)
@@ -84,7 +92,7 @@ class TensorFileWriter:
                 f"checkpoint: {self.path}: tensor {name!r} has {region.size} bytes, got {at + len(data)}"
             )
         self._written[name] = at + len(data)
-        if self._layout.size < _THREADS_FROM:
+        if self._inline:
             self._store(name, region.offset + at, data)
             return
         try:

@@ -26,6 +26,7 @@ def add_bench(commands: Any) -> None:
     cases = parser.add_subparsers(dest="case", metavar="CASE", required=True)
     _add_train_step(cases)
     _add_evict(cases)
+    _add_checkpoint(cases)
 
 
 def _add_train_step(cases: Any) -> None:
@@ -61,6 +62,24 @@ def _add_evict(cases: Any) -> None:
     case.add_argument("--slack", type=float, default=0.0625, help="part of the capacity that is freed at once")
     case.add_argument("--threads", type=positive, default=None, help="threads (NESTPIPE_THREADS or cores)")
     case.add_argument("--repeat", type=positive, default=60, help="timed calls")
+    case.add_argument("--seed", type=int, default=0, help="seed of the keys")
+    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    case.set_defaults(run=_run)
+
+
+def _add_checkpoint(cases: Any) -> None:
+    text = "saving, loading and resharding a table on one process, against the disk's own rates in the same run"
+    case = cases.add_parser(
+        "checkpoint", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    case.add_argument("--rows", type=positive, default=2_000_000, help="rows of the table")
+    case.add_argument("--dim", type=positive, default=16, help="size of an embedding")
+    case.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
+    case.add_argument("--ranks", type=positive, default=4, help="number of ranks to reshard to")
+    case.add_argument("--only", nargs="+", choices=("save", "load", "reshard"), default=None, help="parts of it")
+    case.add_argument("--directory", metavar="DIR", default=None, help="where files go (the system's temporary folder)")
+    case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
+    case.add_argument("--repeat", type=positive, default=3, help="rounds")
     case.add_argument("--seed", type=int, default=0, help="seed of the keys")
     case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
     case.set_defaults(run=_run)

@@ -17,7 +17,7 @@ from nestpipe_kernels.checkpoint.tools.merge import Part, merge_rows
 from nestpipe_kernels.checkpoint.tools.row_files import RowFile, open_rows, read_column, rows_at_once
 from nestpipe_kernels.errors import CheckpointError
 
-__all__ = ["ColumnDifference", "KeyDifference", "RowsDifference", "compare_rows"]
+__all__ = ["ColumnDifference", "KeyDifference", "RowsDifference", "Side", "compare_files", "compare_rows"]
 
 _COPIES = 8
 """Of the widest column, alive at once: pieces, joined, both sides picked, and their comparison."""
@@ -90,18 +90,34 @@ def compare_rows(first: Side, second: Side, columns: Sequence[str], show: int) -
         CheckpointError: a file is damaged, or rows are not as the format demands.
         OSError: the system could not read.
     """
-    found = RowsDifference(columns={name: ColumnDifference() for name in columns})
     rows = rows_at_once([first.table, second.table], _COPIES)
     with (
         open_rows(first.directory, first.manifest, first.table) as ours,
         open_rows(second.directory, second.manifest, second.table) as theirs,
     ):
-        files = [*ours, *theirs]
-        for part in merge_rows(first.table.hash_name, files, rows, twice=True):
-            left, right = _compare_keys(found, part, files, len(ours), show)
-            for name in columns:
-                data = _same_type(files, part, name)
-                _compare_column(found.columns[name], data, part, left, right, show)
+        return compare_files(first.table.hash_name, (ours, theirs), columns, rows, show)
+
+
+def compare_files(
+    hash_name: str,
+    sides: tuple[Sequence[RowFile], Sequence[RowFile]],
+    columns: Sequence[str],
+    rows: int,
+    show: int,
+    *,
+    by_shard: bool = True,
+) -> RowsDifference:
+    """Compare open files with `keys` and the named columns, `rows` at a time; `by_shard` as merge_rows.
+
+    Raises as `compare_rows`.
+    """
+    found = RowsDifference(columns={name: ColumnDifference() for name in columns})
+    files = [*sides[0], *sides[1]]
+    for part in merge_rows(hash_name, files, rows, twice=True, by_shard=by_shard):
+        left, right = _compare_keys(found, part, files, len(sides[0]), show)
+        for name in columns:
+            data = _same_type(files, part, name)
+            _compare_column(found.columns[name], data, part, left, right, show)
     return found
 
 

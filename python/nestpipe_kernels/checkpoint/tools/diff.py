@@ -9,6 +9,7 @@ from typing import Any
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.manifest_parts import TableRecord
 from nestpipe_kernels.checkpoint.names import dense_file, rank_file
+from nestpipe_kernels.checkpoint.tools.compare_admission import compare_admission
 from nestpipe_kernels.checkpoint.tools.compare_rows import KeyDifference, RowsDifference, Side, compare_rows
 from nestpipe_kernels.checkpoint.tools.compare_state import compare_trees
 from nestpipe_kernels.checkpoint.tools.directory import read_manifest
@@ -68,6 +69,9 @@ def _compare_table(first: Side, second: Side, scope: str, show: int, differences
     if a.hash_name != b.hash_name:
         notes.append(f"table {a.name!r}: rows are not compared, as its keys are hashed by other names")
         return
+    if scope == "metadata":
+        text = compare_admission(first, second)
+        differences += [f"table {a.name!r}: {text}"] if text else []
     columns = _columns(a, b, scope, notes)
     if _same_digests(first, second, columns):
         notes.append(f"table {a.name!r}: {count(a.rows, 'row')}, equal by the files' digests")

@@ -159,12 +159,13 @@ def _rule(rule: dict[str, Any] | None) -> str:
     """An admission or eviction rule's description on one line."""
     if rule is None:
         return "-"
-    name = next((str(rule[k]) for k in ("name", "type", "rule", "kind") if isinstance(rule.get(k), str)), "")
-    rest = {k: v for k, v in sorted(rule.items()) if v != name and v is not None}
-    return f"{name}({', '.join(f'{k}={_plain(v)}' for k, v in rest.items())})"
+    settings = ", ".join(f"{k}={_plain(v)}" for k, v in sorted(rule.items()) if k != "name" and v is not None)
+    return f"{rule.get('name', '?')}({settings})"
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        return _rule(value)
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +21,23 @@ from nestpipe_kernels.checkpoint.tools.hashing import hash_keys, hash_name, slic
 from nestpipe_kernels.checkpoint.tools.merge import Part, merge_rows
 from nestpipe_kernels.checkpoint.tools.row_files import RowFile, open_rows, read_column, rows_at_once
 from nestpipe_kernels.checkpoint.tools.text import Progress
+from nestpipe_kernels.checkpoint.workers import OrderedWorkers
 
 __all__ = ["owner_of_slices", "reshard_table", "slices_of_rank"]
 
-_COPIES = 8
-"""Of the widest column, alive at once: pieces, joined, sorted, and what writers hold."""
+_COPIES = 10
+"""Of the widest column, alive at once: pieces and joined here; what waits for the workers; joined and sorted there."""
+_BYTES_BEHIND = 16 << 20
 _KEYS_AT_ONCE = 1 << 18
 NUM_SLICES = 65536
 
 
-def owner_of_slices(ranks: int) -> NDArray[np.int32]:
-    """int32 [65536], ascending: the rank that owns each slice."""
-    return (np.arange(NUM_SLICES, dtype=np.int64) * ranks // NUM_SLICES).astype(np.int32)
+def owner_of_slices(ranks: int) -> NDArray[np.uint16]:
+    """uint16 [65536], ascending: the rank that owns each slice."""
+    return (np.arange(NUM_SLICES, dtype=np.int64) * ranks // NUM_SLICES).astype(np.uint16)
 
 
-def slices_of_rank(owner: NDArray[np.int32], rank: int) -> tuple[int, int]:
+def slices_of_rank(owner: NDArray[np.uint16], rank: int) -> tuple[int, int]:
     """(first, end) of a rank's slices; (0, 0) if it owns none."""
     first, end = np.searchsorted(owner, [rank, rank + 1], "left").tolist()
     return (first, end) if end > first else (0, 0)
@@ -68,15 +69,18 @@ def reshard_table(
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(open_rows(directory, manifest, table))
         writers = [
-            stack.enter_context(TensorFileWriter(out / name, _tensors(table, rows)))
+            stack.enter_context(TensorFileWriter(out / name, _tensors(table, rows), inline=True))
             for name, rows in zip(names, counts)
         ]
         parts = merge_rows(
             table.hash_name, files, rows_at_once([table], _COPIES), also_by=lambda hashes: owner[slices_of(hashes)]
         )
         columns = [name for name in table.tensors(0) if name != "keys"]
+        workers = OrderedWorkers(_BYTES_BEHIND, f"write table {number}")
+        stack.callback(workers.cancel)
         for part in parts:
-            _move(part, files, columns, writers, owner, meter)
+            meter.add(_move(part, files, columns, writers, owner, workers))
+        workers.finish()
         records = {name: writer.close() for name, writer in zip(names, writers)}
     placed = [
         TableFile(name, rank, rows, *slices_of_rank(owner, rank))
@@ -89,7 +93,7 @@ def _tensors(table: TableRecord, rows: int) -> dict[str, tuple[torch.dtype, tupl
     return {name: (DTYPES[dtype], shape) for name, (dtype, shape) in table.tensors(rows).items()}
 
 
-def _count_rows(files: Sequence[RowFile], table: TableRecord, owner: NDArray[np.int32], ranks: int) -> list[int]:
+def _count_rows(files: Sequence[RowFile], table: TableRecord, owner: NDArray[np.uint16], ranks: int) -> list[int]:
     """Rows that each of the new ranks gets."""
     table_hash = hash_name(table.hash_name)
     counts = np.zeros(ranks, np.int64)
@@ -106,23 +110,39 @@ def _move(
     files: Sequence[RowFile],
     columns: Sequence[str],
     writers: Sequence[TensorFileWriter],
-    owner: NDArray[np.int32],
-    meter: Progress,
-) -> None:
-    """All columns of a part, one after the other, each to the files of its rows' owners."""
+    owner: NDArray[np.uint16],
+    workers: OrderedWorkers,
+) -> int:
+    """All columns of a part, each to the files of its rows' owners; returns the bytes.
+
+    This thread reads, the workers sort and write, column by column in the order of the parts.
+    """
     owners = owner[slices_of(part.hashes)]
     bounds = np.searchsorted(owners, np.arange(len(writers) + 1)).tolist()
-    order = torch.from_numpy(part.order)
-    sorted_already = bool((part.order[1:] > part.order[:-1]).all())
-    _write("keys", torch.from_numpy(part.keys), bounds, writers)
-    meter.add(part.keys.nbytes)
+    order = None if (part.order[1:] > part.order[:-1]).all() else torch.from_numpy(part.order)
+    keys = torch.from_numpy(part.keys)
+    workers.put("keys", _Task("keys", keys, None, bounds, writers), keys.nbytes)
+    num_bytes = keys.nbytes
     for name in columns:
         data = read_column(files, part, name)
-        meter.add(data.nbytes)
-        _write(name, data if sorted_already else data.index_select(0, order), bounds, writers)
+        num_bytes += data.nbytes
+        workers.put(name, _Task(name, data, order, bounds, writers), 2 * data.nbytes)
+    return num_bytes
 
 
-def _write(name: str, data: Tensor, bounds: Sequence[int], writers: Sequence[Any]) -> None:
-    for writer, first, end in zip(writers, bounds[:-1], bounds[1:]):
-        if end > first:
-            writer.write(name, data[first:end])
+@dataclass
+class _Task:
+    """Sort one column of a part and write it."""
+
+    name: str
+    data: Tensor
+    order: Tensor | None
+    """None: it is sorted."""
+    bounds: Sequence[int]
+    writers: Sequence[TensorFileWriter]
+
+    def __call__(self) -> None:
+        data = self.data if self.order is None else self.data.index_select(0, self.order)
+        for writer, first, end in zip(self.writers, self.bounds[:-1], self.bounds[1:]):
+            if end > first:
+                writer.write(self.name, data[first:end])

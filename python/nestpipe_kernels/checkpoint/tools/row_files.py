@@ -55,6 +55,10 @@ def rows_at_once(tables: Sequence[TableRecord], copies: int) -> int:
 
 
 def read_column(files: Sequence[RowFile], part: Part, column: str) -> Tensor:
-    """[n, ...] the part's rows of a column, in the order of its takes (not sorted)."""
-    pieces = [files[source].file.read(column, first, rows) for source, first, rows in part.takes]
+    """[n, ...] the part's rows of a column, in the order of its takes (not sorted); the next are announced."""
+    pieces = []
+    for source, first, rows in part.takes:
+        pieces.append(files[source].file.read(column, first, rows))
+        ahead = first + rows
+        files[source].file.announce(column, ahead, min(rows, files[source].rows - ahead))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
