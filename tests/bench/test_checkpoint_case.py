@@ -29,7 +29,11 @@ def test_lines_have_every_field(capsys, tmp_path) -> None:
     ]  # fmt: skip
     common = {"case", "shape", "impl", "dtype", "threads", "median_ms", "p20_ms", "p80_ms", "cpu_ms", "gb_per_s"}
     for line in lines:
-        more = {"nestpipe save": "fraction_of_disk", "nestpipe load": "fraction_of_disk", "nestpipe reshard": "times_copy"}
+        more = {
+            "nestpipe save": "fraction_of_disk",
+            "nestpipe load": "fraction_of_disk",
+            "nestpipe reshard": "times_copy",
+        }
         assert set(line) == common | {"versions", "cpu"} | ({more[line["impl"]]} if line["impl"] in more else set())
         assert line["shape"]["bytes"] > 3000 * (8 + 16 + 4 + 20) and line["shape"]["ranks"] == 4
         assert 0 < line["p20_ms"] <= line["median_ms"] <= line["p80_ms"]

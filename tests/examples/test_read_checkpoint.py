@@ -23,7 +23,7 @@ from nestpipe_kernels.types import UNBOUNDED, DataType, TableSpec
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "read_checkpoint.py"
 
 
-@pytest.fixture(params=["FP32", "FP16", "BF16"])
+@pytest.fixture(params=[kind.value for kind in DataType])
 def saved(tmp_path, request) -> tuple[Path, EmbeddingStore, torch.Tensor]:
     """A checkpoint of one table, its store and its keys."""
     settings = {} if request.param == "FP32" else {"data_type": DataType[request.param]}
