@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from policy_cases import half_life
 from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, make_tables, run_all, run_rank, state_of
+from torch import Tensor
 
-from nestpipe_kernels import init, policy
+from nestpipe_kernels import checkpoint, init, policy
+from nestpipe_kernels.errors import RemoteRankError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
+from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
 RULES: dict[str, dict[str, Any]] = {
     "lru": {"capacity": 7, "eviction": policy.LRU(slack=0.0)},
@@ -219,3 +223,71 @@ def test_an_eviction_hook_must_not_touch_rows() -> None:
     with pytest.raises(RuntimeError, match="rows cannot be read or written while a step is running"):
         list(pipeline.run(TRAIN))
     pipeline.close()
+
+
+# ------------------------------------------------------------------------------------------- errors, long runs, resume
+
+
+def unsure(keys: Tensor, last_used: Tensor, frequency: Tensor, batch: int) -> Tensor:
+    """A score that fails at batch 5."""
+    return torch.full((len(keys),), float("nan")) if batch == 5 else last_used.to(torch.float64)
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_score_that_fails_fails_its_batch_on_all_ranks_and_changes_nothing(schedule: str) -> None:
+    """In `nested` it is called while batch 4 trains, which ends well; the next batch takes the index of the failed one."""
+
+    def body(rank: int, communicator: Any) -> tuple[list[str], Any, Any]:
+        tables = make_tables(capacity=10, eviction=policy.Score(unsure if rank else half_life))
+        with make_pipeline(Recommender(communicator, tables), schedule) as pipeline:
+            iterator = iter([make_batch(10 * rank + t, 3, keys=24) for t in range(8)])
+            for _ in range(5):
+                pipeline.progress(iterator)
+            before, messages = state_of(pipeline), []
+            for _ in range(2):
+                with pytest.raises((ValueError, RemoteRankError)) as caught:
+                    pipeline.progress(iterator)
+                messages.append(str(caught.value))
+            return messages, before, state_of(pipeline)
+
+    # Both ranks must have the same rule, or the pipeline is refused: the failing one is told apart by its rank alone.
+    unsure.__qualname__ = half_life.__qualname__
+    unsure.__module__ = half_life.__module__
+    (messages_0, *states_0), (messages_1, *states_1) = run_ranks_as_threads(2, body, timeout_s=20.0)
+    assert all("NaN" in message for message in messages_0 + messages_1)
+    assert all(message.startswith("rank 1 failed in retrieve") for message in messages_0)
+    assert states_0[0] == states_0[1]
+    assert states_1[0] == states_1[1]
+
+
+@pytest.mark.parametrize("rule", ["lru", "lfu-admission", "ttl"])
+def test_size_and_memory_are_flat_at_capacity(rule: str) -> None:
+    batches = [make_batch(t, 4, keys=40, first_key=3 * t) for t in range(300)]
+    with make_pipeline(model_of(rule), "nested") as pipeline:
+        iterator, seen = iter(batches), []
+        for number in range(1, len(batches) + 1):
+            pipeline.progress(iterator)
+            if number % 100 == 0:
+                table = pipeline.model.ebc.store("user")
+                seen.append((len(table) <= 40, table.store.memory()["slabs"], table.store.memory()["metadata"]))
+        counters, index = table.counters(), table.store.memory()["index"]
+    assert seen == [seen[0]] * 3
+    assert index < 256 * 256  # each of its 256 parts is as large as its few keys ever were
+    assert seen[0][0]
+    assert counters["evicted"] + counters["expired"] > 30
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_a_run_that_continues_from_a_checkpoint_evicts_the_same_rows(tmp_path: Path, schedule: str, rule: str) -> None:
+    with make_pipeline(model_of(rule), schedule) as pipeline:
+        iterator = iter(TRAIN)
+        for _ in range(5):
+            pipeline.progress(iterator)
+        checkpoint.save(tmp_path / "saved", model=pipeline.model, pipeline=pipeline)
+        list(pipeline.run(iterator))
+        assert state_of(pipeline) == final_state(rule, TRAIN)
+    with make_pipeline(model_of(rule), schedule) as pipeline:
+        checkpoint.load(tmp_path / "saved", model=pipeline.model, pipeline=pipeline, start_epoch=True)
+        list(pipeline.run(TRAIN[5:]))
+        assert state_of(pipeline) == final_state(rule, TRAIN)
