@@ -4,19 +4,23 @@
 #include <cstdint>
 #include <vector>
 
-#include "by_shard.h"
 #include "nestpipe/store.h"
 
 namespace nestpipe {
 
 struct EmbeddingStore::Departure {
-  std::vector<EvictionCandidate> rows;
-  std::vector<std::int64_t> expired;   // [tables] how many of the rows
-  std::vector<std::int64_t> evicted;   // [tables] the others
-  std::vector<std::uint32_t> numbers;  // Of rows, for limbo.
-  ByShard by_shard;                    // Of rows.
+  struct Row {
+    std::uint64_t hash;
+    std::uint32_t number;
+    std::int32_t table;
+  };
+  std::vector<std::int64_t> expired;     // [tables] how many of the rows
+  std::vector<std::int64_t> evicted;     // [tables] the others
+  std::vector<Row> leaving;              // Grouped by index shard.
+  std::vector<std::int64_t> shard_ends;  // [kNumShards + 1]
+  std::vector<std::uint32_t> numbers;    // Of the rows, for limbo.
 
-  std::int64_t leaving(std::size_t table) const {
+  std::int64_t size_of(std::size_t table) const {
     return expired.empty() ? 0 : expired[table] + evicted[table];
   }
 };

@@ -2,11 +2,11 @@
 #include "nestpipe/eviction.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 
-#include "by_shard.h"
 #include "departure.h"
 #include "nestpipe/parallel.h"
 #include "nestpipe/store.h"
@@ -15,7 +15,9 @@ namespace nestpipe {
 namespace {
 
 constexpr std::int64_t kRowsPerChunk = std::int64_t{1} << 14;
-constexpr std::int64_t kSamples = 8192;
+constexpr std::int64_t kSamples = 4096;
+constexpr std::int64_t kRowsPerTask = 2048;
+constexpr std::int64_t kAhead = 16;
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 // A table with less than this share of the store's rows is walked through its index.
 constexpr std::int64_t kSmallShare = 4;
@@ -52,25 +54,39 @@ EmbeddingStore::Departure EmbeddingStore::plan_departure(const std::vector<std::
                                                          std::int64_t batch,
                                                          const ScoreFunction& score) const {
   Departure departure;
-  if (batch < 0) return departure;
+  if (batch < 0 || !evicts_) return departure;
   departure.expired.assign(tables_.size(), 0);
   departure.evicted.assign(tables_.size(), 0);
+  std::vector<std::vector<EvictionCandidate>> rows(tables_.size());
   for (std::size_t t = 0; t < tables_.size(); ++t) {
     if (tables_[t]->config.eviction.kind == EvictionKind::kNone) continue;
-    choose_victims(static_cast<std::int32_t>(t), num_new[t], batch, score, &departure);
+    rows[t] = choose_victims(static_cast<std::int32_t>(t), num_new[t], batch, score, &departure);
   }
-  const std::vector<EvictionCandidate>& rows = departure.rows;
-  departure.by_shard.assign(static_cast<std::uint32_t>(rows.size()),
-                            [&](std::uint32_t i) { return rows[i].hash; });
-  departure.numbers.reserve(rows.size());
-  for (const EvictionCandidate& leaving : rows) {
-    departure.numbers.push_back(leaving.row);
+  // By shard, tables one after another within it.
+  std::vector<std::int64_t>& ends = departure.shard_ends;
+  ends.assign(kNumShards + 1, 0);
+  for (const auto& chosen : rows) {
+    for (const EvictionCandidate& leaving : chosen) ++ends[shard_of(leaving.hash) + 1];
+  }
+  for (int s = 0; s < kNumShards; ++s) ends[s + 1] += ends[s];
+  std::vector<std::int64_t> next(ends.begin(), ends.end() - 1);
+  departure.leaving.resize(static_cast<std::size_t>(ends[kNumShards]));
+  departure.numbers.resize(departure.leaving.size());
+  for (std::size_t t = 0; t < tables_.size(); ++t) {
+    for (const EvictionCandidate& leaving : rows[t]) {
+      const auto at = static_cast<std::size_t>(next[shard_of(leaving.hash)]++);
+      departure.leaving[at] = {leaving.hash, leaving.row, static_cast<std::int32_t>(t)};
+      departure.numbers[at] = leaving.row;
+    }
   }
   return departure;
 }
 
-void EmbeddingStore::choose_victims(std::int32_t table, std::int64_t num_new, std::int64_t batch,
-                                    const ScoreFunction& score, Departure* departure) const {
+std::vector<EvictionCandidate> EmbeddingStore::choose_victims(std::int32_t table,
+                                                              std::int64_t num_new,
+                                                              std::int64_t batch,
+                                                              const ScoreFunction& score,
+                                                              Departure* departure) const {
   const Table& chosen = *tables_[table];
   const EvictionRule& rule = chosen.config.eviction;
   std::vector<EvictionCandidate> rows;
@@ -97,7 +113,7 @@ void EmbeddingStore::choose_victims(std::int32_t table, std::int64_t num_new, st
   }
   departure->expired[table] = num_expired;
   departure->evicted[table] = static_cast<std::int64_t>(rows.size()) - num_expired;
-  departure->rows.insert(departure->rows.end(), rows.begin(), rows.end());
+  return rows;
 }
 
 // Rows of a table that went unused since before batch `unused_since` and whose first rank is at
@@ -114,32 +130,58 @@ std::vector<EvictionCandidate> EmbeddingStore::candidates(std::int32_t table,
     const std::int64_t first = by_frequency ? seen.frequency : seen.last_used;
     if (first > limit) return;
     found->push_back({first, by_frequency ? seen.last_used : seen.frequency, index.hash(seen.key),
-                      static_cast<std::uint32_t>(number), table});
+                      static_cast<std::uint32_t>(number)});
   };
   const bool through_index = tables_[table]->size < num_rows / kSmallShare;
   const std::int64_t num_chunks =
       through_index ? kNumShards : (num_rows + kRowsPerChunk - 1) / kRowsPerChunk;
   std::vector<std::vector<EvictionCandidate>> chunks(static_cast<std::size_t>(num_chunks));
+  const std::int64_t last_unused = unused_since - 1;
+  const Age oldest = age_of(by_frequency ? last_unused : std::min(last_unused, limit));
   parallel_tasks(num_chunks, [&](std::int64_t chunk) {
     std::vector<EvictionCandidate>* const found = &chunks[static_cast<std::size_t>(chunk)];
     if (through_index) {
       index.for_each_in_shard(static_cast<int>(chunk), [&](std::int64_t key, std::uint32_t number) {
         // Missing keys stand in the index with provisional numbers.
-        if (number < num_rows && record(number)->key == key) consider(number, found);
+        if (number >= num_rows || *age(number) > oldest || record(number)->key != key) return;
+        consider(number, found);
       });
       return;
     }
-    const std::int64_t end = std::min(num_rows, (chunk + 1) * kRowsPerChunk);
-    for (std::int64_t number = chunk * kRowsPerChunk; number < end; ++number) {
-      consider(number, found);
+    std::vector<std::uint32_t> old;
+    old_rows(chunk * kRowsPerChunk, std::min(num_rows, (chunk + 1) * kRowsPerChunk), oldest, &old);
+    found->reserve(old.size());
+    for (std::size_t i = 0; i < old.size(); ++i) {
+      if (i + kAhead < old.size()) __builtin_prefetch(record(old[i + kAhead]));
+      consider(old[i], found);
     }
   });
+  if (chunks.size() == 1) return std::move(chunks[0]);
   std::vector<EvictionCandidate> all;
   std::size_t total = 0;
   for (const auto& chunk : chunks) total += chunk.size();
   all.reserve(total);
   for (const auto& chunk : chunks) all.insert(all.end(), chunk.begin(), chunk.end());
   return all;
+}
+
+// Rows of [begin, end), of any table, that have a key and whose age is at most `oldest`.
+void EmbeddingStore::old_rows(std::int64_t begin, std::int64_t end, Age oldest,
+                              std::vector<std::uint32_t>* rows) const {
+  rows->resize(static_cast<std::size_t>(end - begin));
+  std::uint32_t* next = rows->data();
+  for (std::int64_t from = begin; from < end;) {
+    const std::int64_t run = std::min<std::int64_t>(
+        end - from, static_cast<std::int64_t>(ages_.run(static_cast<std::uint64_t>(from))));
+    const Age* const ages = age(from);
+    for (std::int64_t i = 0; i < run; ++i) {
+      // Written always, kept where it counts: no branch to mispredict.
+      *next = static_cast<std::uint32_t>(from + i);
+      next += ages[i] <= oldest;
+    }
+    from += run;
+  }
+  rows->resize(static_cast<std::size_t>(next - rows->data()));
 }
 
 // A first rank that most likely at least `wanted` rows do not exceed, from a sample: it decides how
@@ -149,16 +191,22 @@ std::int64_t EmbeddingStore::estimate_limit(std::int32_t table, std::int64_t unu
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
   const std::int64_t stride = num_rows / kSamples;
   if (stride < 2 || tables_[table]->size < num_rows / kSmallShare) return kNoLimit;
+  const Age oldest = age_of(unused_since - 1);
   std::vector<std::int64_t> sample;
+  sample.reserve(static_cast<std::size_t>(num_rows / stride + 1));
   for (std::int64_t number = 0; number < num_rows; number += stride) {
-    const Record& seen = *record(number);
-    if (seen.table != table || seen.last_used >= unused_since) continue;
-    sample.push_back(by_frequency ? seen.frequency : seen.last_used);
+    const Age seen = *age(number);
+    if (seen > oldest) continue;
+    if (tables_.size() > 1 && record(number)->table != table) continue;
+    sample.push_back(by_frequency ? record(number)->frequency : std::int64_t{seen} - 1);
   }
-  const std::int64_t place = wanted / stride + wanted / (4 * stride) + 64;
+  const auto expected = static_cast<double>(wanted) / static_cast<double>(stride);
+  const auto place = static_cast<std::int64_t>(expected + 3.0 * std::sqrt(expected)) + 8;
   if (place >= static_cast<std::int64_t>(sample.size())) return kNoLimit;
   std::nth_element(sample.begin(), sample.begin() + place, sample.end());
-  return sample[static_cast<std::size_t>(place)];
+  const std::int64_t limit = sample[static_cast<std::size_t>(place)];
+  // Ages stop at their largest value, which says nothing about batches beyond.
+  return !by_frequency && limit + 1 >= std::int64_t{kNoAge} - 1 ? kNoLimit : limit;
 }
 
 // Ranks of rows by the user's function, which sees them in the order of their hashes.
@@ -186,32 +234,37 @@ void EmbeddingStore::score_candidates(std::int32_t table, std::int64_t batch,
   }
 }
 
-// Takes rows out of the index; `limbo_` has room for one more. Sizes are the caller's business.
+// Takes rows out of the index, which no longer holds provisional numbers; `limbo_` has room for one
+// more. Sizes are the caller's business.
 void EmbeddingStore::depart(Departure* departure, std::int64_t batch, std::int64_t sequence) {
-  if (departure->rows.empty()) return;
-  const std::vector<EvictionCandidate>& rows = departure->rows;
+  const auto count = static_cast<std::int64_t>(departure->leaving.size());
+  if (count == 0) return;
   for (std::size_t t = 0; t < tables_.size(); ++t) {
     tables_[t]->counters.expired += departure->expired[t];
     tables_[t]->counters.evicted += departure->evicted[t];
   }
-  departure->by_shard.for_each(
-      [&](std::uint32_t i) { __builtin_prefetch(record(rows[i].row), 1); },
-      [&](std::uint32_t i) { tables_[rows[i].table]->index.prefetch(rows[i].hash); },
-      [&](std::uint32_t i) {
-        Record* const leaving = record(rows[i].row);
-        tables_[rows[i].table]->index.erase(rows[i].hash, leaving->key);
-        leaving->table = in_limbo(leaving->table);
-      });
+  const Departure::Row* const rows = departure->leaving.data();
+  const std::vector<std::int64_t>& ends = departure->shard_ends;
+  const std::int64_t shards_per_task = kNumShards * kRowsPerTask / count + 1;
+  parallel_ranges(kNumShards, shards_per_task, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = ends[begin]; i < ends[end]; ++i) {
+      if (i + kAhead < ends[end]) {
+        tables_[rows[i + kAhead].table]->index.prefetch(rows[i + kAhead].hash);
+      }
+      tables_[rows[i].table]->index.erase_row(rows[i].hash, rows[i].number);
+      *age(rows[i].number) = kNoAge;
+    }
+  });
   limbo_.push_back(Limbo{batch, sequence, std::move(departure->numbers)});
 }
 
 void EmbeddingStore::bring_back(const Limbo& limbo) {
   for (const std::uint32_t number : limbo.rows) {
-    Record* const back = record(number);
-    back->table = in_limbo(back->table);
-    Table* const table = tables_[back->table].get();
+    const Record& back = *record(number);
+    Table* const table = tables_[back.table].get();
     // The index held the key before, and never shrinks: no allocation.
-    table->index.insert(table->index.hash(back->key), back->key, number);
+    table->index.insert(table->index.hash(back.key), back.key, number);
+    *age(number) = age_of(back.last_used);
     ++table->size;
   }
 }
@@ -233,7 +286,7 @@ EvictedKeys EmbeddingStore::evicted(const RetrievalJournal& journal) const {
     if (limbo.sequence != journal.sequence) continue;
     for (const std::uint32_t number : limbo.rows) {
       gone.keys.push_back(record(number)->key);
-      gone.tables.push_back(in_limbo(record(number)->table));
+      gone.tables.push_back(record(number)->table);
     }
     return gone;
   }

@@ -75,17 +75,32 @@ std::uint32_t KeyIndex::erase(std::uint64_t hash, std::int64_t key) {
   Shard& shard = shards_[shard_of(hash)];
   const Place found = locate(shard, hash, key);
   if (found.bucket == nullptr) return kNoRow;
-  Bucket& bucket = *found.bucket;
-  const std::uint32_t row = bucket.rows[found.slot];
+  const std::uint32_t row = found.bucket->rows[found.slot];
+  take_out(&shard, hash, found);
+  return row;
+}
+
+void KeyIndex::erase_row(std::uint64_t hash, std::uint32_t row) {
+  Shard& shard = shards_[shard_of(hash)];
+  for (std::uint32_t at = home(shard, hash);; at = next(shard, at)) {
+    Bucket& bucket = shard.buckets[at];
+    for (int slot = 0; slot < bucket.count; ++slot) {
+      if (bucket.rows[slot] == row) return take_out(&shard, hash, {&bucket, slot});
+    }
+  }
+}
+
+void KeyIndex::take_out(Shard* shard, std::uint64_t hash, const Place& place) {
+  Bucket& bucket = *place.bucket;
   --bucket.count;
-  bucket.keys[found.slot] = bucket.keys[bucket.count];
-  bucket.rows[found.slot] = bucket.rows[bucket.count];
-  --shard.num_keys;
-  for (std::uint32_t at = home(shard, hash); &shard.buckets[at] != &bucket; at = next(shard, at)) {
-    Bucket& between = shard.buckets[at];
+  bucket.keys[place.slot] = bucket.keys[bucket.count];
+  bucket.rows[place.slot] = bucket.rows[bucket.count];
+  --shard->num_keys;
+  for (std::uint32_t at = home(*shard, hash); &shard->buckets[at] != &bucket;
+       at = next(*shard, at)) {
+    Bucket& between = shard->buckets[at];
     if (between.passed != kPassedMax) --between.passed;
   }
-  return row;
 }
 
 std::uint64_t KeyIndex::bytes() const {

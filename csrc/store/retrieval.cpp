@@ -8,8 +8,9 @@
 //   3. the rows that go are chosen (eviction.cpp);
 //   4. one thread numbers the rows in input order, within the quotas, and makes room for them;
 //   5. keys that stay without a row are counted;
-//   6. rows that go leave the index; grouped by shard, provisional numbers become row numbers, and
-//      keys without a row leave the index;
+//   6. grouped by shard, provisional numbers become row numbers, keys without a row leave the
+//   index,
+//      and rows that go leave it, too;
 //   7. rows and records are written.
 // Whatever fails does so in steps 1 to 5, whose effects are then taken back.
 #include <algorithm>
@@ -116,12 +117,12 @@ void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std
   journal->sequence = ++sequence_;
   journal->newest_before = newest_;
   journal->last_batch_before = last_batch_;
-  journal->num_evicted = static_cast<std::int64_t>(departure.rows.size());
+  journal->num_evicted = static_cast<std::int64_t>(departure.leaving.size());
   newest_ = journal->sequence;
   last_batch_ = std::max(last_batch_, batch);
-  depart(&departure, batch, journal->sequence);
   take_numbers(missing);
   settle(missing);
+  depart(&departure, batch, journal->sequence);
   write_new_rows(missing, batch, out);
 }
 
@@ -141,7 +142,7 @@ void EmbeddingStore::use_found(const RetrievalSpan& out, std::int64_t size,
     Record* const used = record(out.handles[j]);
     journal.last_used[j] = used->last_used;
     journal.frequency[j] = used->frequency;
-    if (batch >= 0) used->last_used = batch;
+    if (batch >= 0) set_last_used(out.handles[j], batch);
     used->frequency += counts == nullptr ? 1 : counts[j];
   });
 }
@@ -153,7 +154,7 @@ void EmbeddingStore::restore_metadata(const RetrievalSpan& out, std::int64_t siz
   };
   for_each_in_owner_order(out.handles, size, true, request_record, [&](std::int64_t j) {
     Record* const used = record(out.handles[j]);
-    used->last_used = journal.last_used[j];
+    set_last_used(out.handles[j], journal.last_used[j]);
     used->frequency = journal.frequency[j];
   });
 }
@@ -209,7 +210,7 @@ void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
 void EmbeddingStore::number_rows(Missing* missing, const Departure& departure) {
   missing->sizes.clear();
   for (std::size_t t = 0; t < tables_.size(); ++t) {
-    missing->sizes.push_back(tables_[t]->size - departure.leaving(t));
+    missing->sizes.push_back(tables_[t]->size - departure.size_of(t));
   }
   missing->num_rows = num_rows_.load(std::memory_order_relaxed);
   missing->num_free = num_free_;
@@ -230,6 +231,7 @@ void EmbeddingStore::number_rows(Missing* missing, const Departure& departure) {
   const auto num_rows = static_cast<std::uint64_t>(missing->num_rows);
   slabs_.reserve(num_rows);
   records_.reserve(num_rows);
+  ages_.reserve(num_rows);
   free_rows_.reserve(num_rows);
 }
 
@@ -340,6 +342,7 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
       initial_row(missing.table(i), missing.key(i), row(number));
       *record(number) = Record{missing.key(i), std::max<std::int64_t>(batch, -1),
                                before + missing.occurrences[i], missing.table(i), 0};
+      *age(number) = age_of(batch);
     }
   });
   for (std::uint32_t i = 0; i < missing.count(); ++i) {
@@ -373,7 +376,7 @@ void EmbeddingStore::undo(const RetrievalSpan& retrieval, std::int64_t size,
   for (std::int64_t j = size - 1; j >= 0; --j) {
     if (retrieval.status[j] != static_cast<std::uint8_t>(KeyStatus::kInserted)) continue;
     const Record* const inserted = record(retrieval.handles[j]);
-    if (inserted->table < 0) continue;
+    if (*age(retrieval.handles[j]) == kNoAge) continue;
     Table* const table = tables_[inserted->table].get();
     const std::int64_t key = inserted->key;
     free_row(table, table->index.erase(table->index.hash(key), key));
@@ -424,6 +427,7 @@ std::int64_t EmbeddingStore::load_rows(const KeySpan& in, const float* rows,
   for (std::int64_t j = 0; j < in.size; ++j) {
     *record(handles[j]) =
         Record{in.keys[j], metadata.last_used[j], metadata.frequency[j], in.tables[j], 0};
+    *age(handles[j]) = age_of(metadata.last_used[j]);
     last_batch_ = std::max(last_batch_, metadata.last_used[j]);
   }
   write_back(handles.data(), in.size, rows);

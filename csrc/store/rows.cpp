@@ -125,7 +125,7 @@ void EmbeddingStore::write_metadata(const std::int64_t* handles, std::int64_t si
   for (std::int64_t j = 0; j < size; ++j) {
     if (handles[j] < 0) continue;
     last_batch_ = std::max(last_batch_, in.last_used[j]);
-    record(handles[j])->last_used = in.last_used[j];
+    if (*age(handles[j]) != kNoAge) set_last_used(handles[j], in.last_used[j]);
     record(handles[j])->frequency = in.frequency[j];
   }
 }
@@ -137,7 +137,7 @@ void EmbeddingStore::export_table(std::int64_t table, std::vector<std::int64_t>*
   handles->clear();
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
   for (std::int64_t handle = 0; handle < num_rows; ++handle) {
-    if (record(handle)->table != table) continue;
+    if (*age(handle) == kNoAge || record(handle)->table != table) continue;
     keys->push_back(record(handle)->key);
     handles->push_back(handle);
   }

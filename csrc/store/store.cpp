@@ -33,12 +33,14 @@ EmbeddingStore::EmbeddingStore(const StoreConfig& config)
       memory_(config.limit_bytes),
       slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_),
       records_(sizeof(Record), &memory_),
+      ages_(sizeof(Age), &memory_),
       free_rows_(sizeof(std::uint32_t), &memory_) {
   if (dim_ < 1 || state_floats_ < 0) {
     throw std::invalid_argument("store: dim must be >= 1 and state_floats >= 0");
   }
   for (const TableConfig& table : config.tables) {
     tables_.push_back(std::make_unique<Table>(table, &memory_));
+    evicts_ = evicts_ || table.eviction.kind != EvictionKind::kNone;
   }
 }
 
@@ -121,7 +123,7 @@ void EmbeddingStore::clear_table(std::int64_t table) {
 
 void EmbeddingStore::free_row(Table* table, std::uint32_t row_number) {
   --table->size;
-  record(row_number)->table = kFreeRecord;
+  *age(row_number) = kNoAge;
   *free_row_number(num_free_++) = row_number;
 }
 
@@ -186,7 +188,8 @@ StoreMemory EmbeddingStore::memory() const {
     index_bytes += table->index.bytes();
     admission_bytes += table->counts.bytes();
   }
-  return {index_bytes, slabs_.bytes(), records_.bytes() + free_rows_.bytes(), admission_bytes};
+  return {index_bytes, slabs_.bytes(), records_.bytes() + ages_.bytes() + free_rows_.bytes(),
+          admission_bytes};
 }
 
 }  // namespace nestpipe

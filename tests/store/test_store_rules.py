@@ -80,7 +80,7 @@ def test_default_rows():
 
 def test_capacity_in_bytes():
     store = item_store(capacity_bytes=100_000, eviction=LRU(0.0))
-    each = 4 * store.row_floats + 60
+    each = 4 * store.row_floats + 64
     assert store.tables[0].capacity == 100_000 // each
     assert item_store(capacity_bytes=100_000, eviction=LRU(0.25)).tables[0].capacity == 80_000 // each
     with pytest.raises(ValueError, match="capacity 5 and capacity_bytes 7 of table 'item' contradict each other"):

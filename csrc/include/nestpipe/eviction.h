@@ -25,7 +25,6 @@ struct EvictionCandidate {
   std::int64_t second;
   std::uint64_t hash;
   std::uint32_t row;
-  std::int32_t table;
 };
 
 inline bool operator<(const EvictionCandidate& a, const EvictionCandidate& b) {

@@ -52,6 +52,8 @@ class KeyIndex {
   void assign(std::uint64_t hash, std::int64_t key, std::uint32_t row);
   // The row that the key had, or kNoRow.
   std::uint32_t erase(std::uint64_t hash, std::int64_t key);
+  // Takes out the key with this hash that has `row`; it is present.
+  void erase_row(std::uint64_t hash, std::uint32_t row);
 
   // Calls visit(key, row) for every entry of a shard, in no particular order.
   template <typename Visit>
@@ -99,6 +101,7 @@ class KeyIndex {
   }
   static Place locate(const Shard& shard, std::uint64_t hash, std::int64_t key);
   static void place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  static void take_out(Shard* shard, std::uint64_t hash, const Place& place);
   void grow(std::uint32_t shard_number);
 
   std::uint64_t table_hash_;

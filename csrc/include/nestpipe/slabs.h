@@ -36,6 +36,12 @@ class Slabs {
     return static_cast<char*>(slabs_[top - first_log2_].data()) + within * bytes_per_record_;
   }
 
+  // How many records from this one on lie side by side; it must exist.
+  std::uint64_t run(std::uint64_t record) const {
+    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
+    return (std::uint64_t{2} << (63 - __builtin_clzll(shifted))) - shifted;
+  }
+
   std::size_t bytes() const { return bytes_; }
 
  private:

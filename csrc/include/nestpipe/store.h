@@ -195,17 +195,23 @@ class EmbeddingStore {
   StoreMemory memory() const;
 
  private:
-  static constexpr std::int32_t kFreeRecord = -1;
-
   // 32 bytes beside each row.
   struct Record {
     std::int64_t key;
     std::int64_t last_used;
     std::int64_t frequency;
-    std::int32_t table;  // Negative: no key has the row. kFreeRecord, or in_limbo(table).
+    std::int32_t table;
     std::int32_t unused;
   };
-  static std::int32_t in_limbo(std::int32_t table) { return -2 - table; }  // Its own inverse.
+  // 4 bytes more, apart from the record, so that looking for rows to evict passes over little
+  // memory: kNoAge where no key has the row, else age_of(last_used) in stores that evict.
+  using Age = std::uint32_t;
+  static constexpr Age kNoAge = 0xFFFFFFFFu;
+  // Never descends, so that no row is overlooked.
+  static Age age_of(std::int64_t last_used) {
+    const std::int64_t largest = std::int64_t{kNoAge} - 1;
+    return static_cast<Age>(last_used >= largest ? largest : last_used < 0 ? 0 : last_used + 1);
+  }
 
   struct Table {
     Table(const TableConfig& settings, MemoryAccount* account)
@@ -230,6 +236,11 @@ class EmbeddingStore {
 
   float* row(std::int64_t handle) const { return static_cast<float*>(slabs_.at(handle)); }
   Record* record(std::int64_t handle) const { return static_cast<Record*>(records_.at(handle)); }
+  Age* age(std::int64_t handle) const { return static_cast<Age*>(ages_.at(handle)); }
+  void set_last_used(std::int64_t handle, std::int64_t batch) {
+    record(handle)->last_used = batch;
+    if (evicts_) *age(handle) = age_of(batch);
+  }
   std::uint32_t* free_row_number(std::int64_t i) const {
     return static_cast<std::uint32_t*>(free_rows_.at(i));
   }
@@ -262,10 +273,13 @@ class EmbeddingStore {
   // Steps of eviction (eviction.cpp).
   Departure plan_departure(const std::vector<std::int64_t>& num_new, std::int64_t batch,
                            const ScoreFunction& score) const;
-  void choose_victims(std::int32_t table, std::int64_t num_new, std::int64_t batch,
-                      const ScoreFunction& score, Departure* departure) const;
+  std::vector<EvictionCandidate> choose_victims(std::int32_t table, std::int64_t num_new,
+                                                std::int64_t batch, const ScoreFunction& score,
+                                                Departure* departure) const;
   std::vector<EvictionCandidate> candidates(std::int32_t table, std::int64_t unused_since,
                                             bool by_frequency, std::int64_t limit) const;
+  void old_rows(std::int64_t begin, std::int64_t end, Age oldest,
+                std::vector<std::uint32_t>* rows) const;
   std::int64_t estimate_limit(std::int32_t table, std::int64_t unused_since, bool by_frequency,
                               std::int64_t wanted) const;
   void score_candidates(std::int32_t table, std::int64_t batch, const ScoreFunction& score,
@@ -280,11 +294,13 @@ class EmbeddingStore {
   const float state_init_;
   const std::int64_t row_floats_;
 
+  bool evicts_ = false;  // Some table has an eviction rule.
   mutable std::shared_mutex keys_mutex_;
   MemoryAccount memory_;  // Before everything that allocates from it.
   std::vector<std::unique_ptr<Table>> tables_;
   Slabs slabs_;
   Slabs records_;
+  Slabs ages_;
   Slabs free_rows_;                        // A stack of row numbers, room for all.
   std::atomic<std::int64_t> num_rows_{0};  // Row numbers ever given out, free ones included.
   std::int64_t num_free_ = 0;

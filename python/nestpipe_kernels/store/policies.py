@@ -14,8 +14,8 @@ from ..types import TableSpec
 __all__ = ["check_policies", "has_policy", "native_admission", "native_eviction", "rows_within", "score_caller"]
 
 SEED_MASK = (1 << 64) - 1
-RECORD_BYTES = 36
-"""Beside each row: key, table, last_used, frequency, and a place among the free rows."""
+RECORD_BYTES = 40
+"""Beside each row: key, table, last_used (and a short form of it), frequency, and a place among the free rows."""
 INDEX_BYTES = 24
 """Of the index for each row, at its lowest load."""
 
