@@ -12,7 +12,7 @@ from nestpipe_kernels.checkpoint.generation import Generation, RankPart, save_ge
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.names import admission_file, dense_file, rank_file
 from nestpipe_kernels.checkpoint.rows import save_tables
-from nestpipe_kernels.checkpoint.tools.hashing import hash_keys, hash_name, slices_of
+from nestpipe_kernels.checkpoint.tools.hashing import hash_keys, hash_name, shards_of, slices_of
 from nestpipe_kernels.cli.main import main
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
@@ -75,7 +75,10 @@ def _write_admission(generation: Generation, table: Any, kind: str) -> None:
     slices = torch.from_numpy(slices_of(hashes).astype("int64"))
     mine = slices * generation.world_size // 65536 == generation.rank
     if kind == "exact":
-        generation.write_tensors(name, {"keys": keys[mine], "counts": keys[mine] % 3})
+        shards = torch.from_numpy(shards_of(hashes).astype("int64"))
+        order = torch.argsort(shards, stable=True)  # keys ascend already
+        order = order[mine[order]]
+        generation.write_tensors(name, {"keys": keys[order], "counts": keys[order] % 3})
         return
     table.admission["filter"] = {"name": "CountingFilter", "cells": CELLS}
     cells = torch.zeros(16, 512, dtype=torch.uint8)

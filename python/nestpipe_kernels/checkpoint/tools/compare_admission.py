@@ -43,7 +43,7 @@ def compare_admission(first: Side, second: Side) -> str | None:
 
 def _exact(hash_name: str, ours: Sequence[TensorFile], theirs: Sequence[TensorFile]) -> str | None:
     sides = [RowFile(file) for file in ours], [RowFile(file) for file in theirs]
-    found = compare_files(hash_name, sides, ["counts"], _ROWS_AT_ONCE, 0, by_shard=False)
+    found = compare_files(hash_name, sides, ["counts"], _ROWS_AT_ONCE, 0)
     if found.equal:
         return None
     return (

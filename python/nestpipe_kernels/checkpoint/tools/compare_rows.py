@@ -104,16 +104,11 @@ def compare_files(
     columns: Sequence[str],
     rows: int,
     show: int,
-    *,
-    by_shard: bool = True,
 ) -> RowsDifference:
-    """Compare open files with `keys` and the named columns, `rows` at a time; `by_shard` as merge_rows.
-
-    Raises as `compare_rows`.
-    """
+    """Compare open files with `keys` and the named columns, `rows` at a time. Raises as `compare_rows`."""
     found = RowsDifference(columns={name: ColumnDifference() for name in columns})
     files = [*sides[0], *sides[1]]
-    for part in merge_rows(hash_name, files, rows, twice=True, by_shard=by_shard):
+    for part in merge_rows(hash_name, files, rows, twice=True):
         left, right = _compare_keys(found, part, files, len(sides[0]), show)
         for name in columns:
             data = _same_type(files, part, name)

@@ -1,6 +1,6 @@
 """Rows of one table from several sorted files as one stream in the same order, a bounded part at a time.
 
-Row files are sorted by (index shard, key), files of admission counts by key. A window of keys of each file is looked
+Row files, and those of exact admission counts, are sorted by (index shard, key). A window of keys of each file is looked
 at; rows up to the smallest of the windows' last keys can come from no later window, so they are a part: how many rows
 it takes from each file, and the permutation that sorts them. Columns are then read in file order, front to back, one
 by one: a part costs memory for its keys and for the columns that are being moved, whatever the size of a table or of
@@ -64,7 +64,6 @@ class Part:
 class _Window:
     source: RowSource
     index: int
-    by_shard: bool
     read_to: int = 0
     keys: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -84,7 +83,7 @@ class _Window:
             return
         keys = np.ascontiguousarray(self.source.read("keys", self.read_to, missing), dtype=np.int64)
         hashes = hash_keys(table_hash, keys)
-        shards = shards_of(hashes) if self.by_shard else np.zeros(len(keys), np.uint8)
+        shards = shards_of(hashes)
         check_sorted(self.source.name, np.concatenate([self.last_shard, shards]), np.concatenate([self.last_key, keys]))
         self.last_shard, self.last_key = shards[-1:], keys[-1:]
         self.keys = np.concatenate([self.keys, keys])
@@ -106,7 +105,7 @@ class _Window:
 
 
 def check_sorted(name: str, shards: NDArray[np.uint8], keys: NDArray[np.int64]) -> None:
-    """Raise CheckpointError, naming the file, unless rows ascend by (index shard, key); shards may be all alike."""
+    """Raise CheckpointError, naming the file, unless rows ascend by (index shard, key)."""
     ascending = (shards[1:] > shards[:-1]) | ((shards[1:] == shards[:-1]) & (keys[1:] > keys[:-1]))
     if not ascending.all():
         at = int(np.argmin(ascending))
@@ -123,7 +122,6 @@ def merge_rows(
     *,
     also_by: Callable[[NDArray[np.uint64]], NDArray[Any]] | None = None,
     twice: bool = False,
-    by_shard: bool = True,
 ) -> Iterator[Part]:
     """Yield the rows of all sources in (index shard, key) order.
 
@@ -132,14 +130,13 @@ def merge_rows(
         sources: sorted files.
         rows_in_part: at most so many rows are looked at at once (but one of each source).
         also_by: hashes -> number: rows of a part are sorted by that first (their owners, say); 16 bits are fastest.
-        by_shard: False: sources are sorted by key alone, and parts come so.
         twice: a key may come from two sources (of two checkpoints); they then follow each other in source order.
 
     Raises:
         CheckpointError: a source is not sorted, or a key comes twice.
     """
     table_hash = hash_name(table)
-    windows = [_Window(source, index, by_shard) for index, source in enumerate(sources)]
+    windows = [_Window(source, index) for index, source in enumerate(sources)]
     size = max(rows_in_part // max(len(windows), 1), 1)
     while True:
         for window in windows:

@@ -71,7 +71,7 @@ def _exact(
         ]
         sources = [RowFile(file) for file in files]
         for part in merge_rows(
-            table.hash_name, sources, _ROWS_AT_ONCE, also_by=lambda hashes: owner[slices_of(hashes)], by_shard=False
+            table.hash_name, sources, _ROWS_AT_ONCE, also_by=lambda hashes: owner[slices_of(hashes)]
         ):
             taken = [files[index].read("counts", first, rows) for index, first, rows in part.takes]
             values = torch.cat(taken)[torch.from_numpy(part.order)]
