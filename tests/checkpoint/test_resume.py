@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from resume_cases import SCHEDULES, check_resume
 
-from nestpipe_kernels import optim
-from nestpipe_kernels.testing.scenario import Scenario
+from nestpipe_kernels import init, optim, policy
+from nestpipe_kernels.testing.scenario import Scenario, TableChoice
+from nestpipe_kernels.types import PoolingType
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -14,3 +15,26 @@ from nestpipe_kernels.testing.scenario import Scenario
 def test_resume_in_the_middle_of_an_epoch(tmp_path, schedule, world_size, save_after):
     scenario = Scenario(world_size=world_size, batches=6, optimizer=optim.Adam(lr=0.05), seed=world_size + 10)
     check_resume(scenario, schedule, tmp_path / "ckpt", save_after)
+
+
+ADMISSION = {
+    "counts": policy.MinFrequency(2),
+    "filter": policy.MinFrequency(2, policy.CountingFilter(4096)),
+    "chance": policy.Probability(0.6),
+}
+EVICTION = {"lru": policy.LRU(), "lfu": policy.LFU(), "ttl": policy.TTL(steps=2), "none": None}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("admission", "eviction"), [("counts", "lru"), ("filter", "lfu"), ("chance", "ttl"), ("counts", "none")]
+)
+def test_resume_with_admission_and_eviction(tmp_path, schedule, admission, eviction):
+    """Counts of keys without rows, metadata that decides who goes, and counters go on as well."""
+    rules = {"admission": ADMISSION[admission], "eviction": EVICTION[eviction], "capacity": 10}
+    tables = (
+        TableChoice("user", 4, ("user",), **rules),
+        TableChoice("item", 4, ("item", "history"), PoolingType.MEAN, default_row=init.Constant(0.25), **rules),
+    )
+    scenario = Scenario(world_size=2, batches=7, tables=tables, num_keys=30, samples=7, seed=6)
+    check_resume(scenario, schedule, tmp_path, 3)
