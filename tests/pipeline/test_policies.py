@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 from pairwise import pairwise_cover
 from policy_cases import ADMISSION, EVICTION, bounded
+from test_exactness import OPTIMIZERS
 
-from nestpipe_kernels import optim
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.testing.explorer import Orders, Outcome, explore
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_scenario
 
-OPTIMIZERS = {
-    "sgd": optim.SGD(lr=0.2),
-    "adagrad": optim.Adagrad(lr=0.2, initial_accumulator_value=0.1),
-    "row_wise_adagrad": optim.RowWiseAdagrad(lr=0.3),
-    "adam": optim.Adam(lr=0.1),
-    "adam_row": optim.Adam(lr=0.1, bias_correction="row"),
-}
 FACTORS = {
     "schedule": ["dbp", "fwp", "nested"],
     "admission": list(ADMISSION),

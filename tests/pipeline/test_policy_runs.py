@@ -17,6 +17,7 @@ from nestpipe_kernels import checkpoint, init, policy
 from nestpipe_kernels.errors import RemoteRankError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
+from nestpipe_kernels.types import KeyStatus
 
 RULES: dict[str, dict[str, Any]] = {
     "lru": {"capacity": 7, "eviction": policy.LRU(slack=0.0)},
@@ -139,7 +140,7 @@ def test_iterators_in_turns_and_a_loop_left_by_break(schedule: str, rule: str) -
 
 
 @pytest.mark.parametrize("schedule", EXACT)
-def test_keys_erased_between_steps_make_room_alike(schedule: str) -> None:
+def test_keys_erased_and_inserted_between_steps_make_and_take_room_alike(schedule: str) -> None:
     def play(schedule: str) -> Any:
         with make_pipeline(model_of("lru"), schedule) as pipeline:
             iterator = iter(TRAIN)
@@ -148,6 +149,9 @@ def test_keys_erased_between_steps_make_room_alike(schedule: str) -> None:
                 if number in (3, 6):
                     table = pipeline.model.ebc.store("user")
                     table.erase(table.keys().sort().values[:3])
+                if number in (4, 6):
+                    _, status = table.find_or_insert(torch.tensor([500 + number, 600 + number, 700]))
+                    assert KeyStatus.INSERTED in status.tolist()
             return state_of(pipeline)
 
     assert play(schedule) == play("sequential")
@@ -235,7 +239,7 @@ def unsure(keys: Tensor, last_used: Tensor, frequency: Tensor, batch: int) -> Te
 
 @pytest.mark.parametrize("schedule", EXACT)
 def test_a_score_that_fails_fails_its_batch_on_all_ranks_and_changes_nothing(schedule: str) -> None:
-    """In `nested` it is called while batch 4 trains, which ends well; the next batch takes the index of the failed one."""
+    """In `nested` it is called while batch 4 trains, which ends well; the next batch takes the failed one's index."""
 
     def body(rank: int, communicator: Any) -> tuple[list[str], Any, Any]:
         tables = make_tables(capacity=10, eviction=policy.Score(unsure if rank else half_life))

@@ -30,7 +30,7 @@ class TableView:
 
     @property
     def weight(self) -> Tensor:
-        """float32 [num_embeddings, dim], a copy. Collective if there are several ranks.
+        """float32 [num_embeddings, dim], a copy: what lookups read, default rows where ids have no row. Collective.
 
         Raises:
             TypeError: the vocabulary is open; names the store call to use.
