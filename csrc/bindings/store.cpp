@@ -260,6 +260,17 @@ void bind_store(py::module_& module) {
       },
       Unlocked());
   store.def(
+      "copy_columns",
+      [](const EmbeddingStore& self, Address handles, std::int64_t size,
+         const std::vector<std::tuple<std::int64_t, std::int64_t, Address>>& columns) {
+        std::vector<RowColumn> parts;
+        for (const auto& [offset, bytes, out] : columns) {
+          parts.push_back({offset, bytes, as_pointer<char>(out)});
+        }
+        self.copy_columns(as_pointer<const std::int64_t>(handles), size, parts);
+      },
+      Unlocked());
+  store.def(
       "export_shards",
       [](const EmbeddingStore& self, std::int64_t table, int first, int end, std::int64_t capacity,
          std::pair<Address, Address> out) {

@@ -1,5 +1,7 @@
-// The keys of a table by groups of index shards, in an order that depends on the keys alone.
+// The keys of a table by groups of index shards, in an order that depends on the keys alone, and
+// their rows by columns: what checkpoints are written from.
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -54,6 +56,33 @@ std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int en
     }
   }
   return count;
+}
+
+void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size,
+                                  const std::vector<RowColumn>& columns) const {
+  constexpr std::int64_t kRowsPerTask = 256;
+  constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
+  check_handles(handles, size);
+  for (const RowColumn& column : columns) {
+    if (column.offset < 0 || column.bytes < 0 || column.offset + column.bytes > row_floats_ * 4) {
+      throw std::out_of_range("store: bytes " + std::to_string(column.offset) + " to " +
+                              std::to_string(column.offset + column.bytes) + " of a row of " +
+                              std::to_string(row_floats_ * 4));
+    }
+  }
+  if (std::find(handles, handles + size, -1) != handles + size) {
+    throw std::out_of_range("store: there is no row to copy from for handle -1");
+  }
+  parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      if (j + kAhead < end) __builtin_prefetch(row(handles[j + kAhead]));
+      const auto* const from = reinterpret_cast<const char*>(row(handles[j]));
+      for (const RowColumn& column : columns) {
+        std::memcpy(column.out + j * column.bytes, from + column.offset,
+                    static_cast<std::size_t>(column.bytes));
+      }
+    }
+  });
 }
 
 }  // namespace nestpipe

@@ -183,6 +183,10 @@ class _Hostile:
         keys = self._keys if first == 0 else self._keys[:0]
         return keys, torch.full((keys.numel(),), -1)
 
+    def copy_columns(self, handles, columns):
+        for _, column in columns:
+            column.zero_()
+
     def read_metadata(self, handles):
         found = self._store.read_metadata(handles)
         if self._last_used is not None:
@@ -284,3 +288,20 @@ def test_one_target_alone_leaves_the_others(saved) -> None:
     after = contents([store])
     assert {place: row for place, row in after.items() if place[0] != "item"} == before
     assert sum(table == "item" for table, _ in after) == 250
+
+
+def test_columns_of_rows_are_checked() -> None:
+    store = make_store()
+    fill(store, 0, 1)
+    keys, handles = store.export_table("item")
+    words, two = torch.empty(keys.numel(), 4), torch.empty(keys.numel(), dtype=torch.int64)
+    store.copy_columns(handles, [(0, words), (8, two)])
+    assert torch.equal(words, store.find(keys, "item")[0])
+    assert torch.equal(two, words.view(torch.int64)[:, 1])
+    with pytest.raises(IndexError, match=f"bytes {store.row_floats * 4 - 4} to {store.row_floats * 4 + 4} of a row of"):
+        store.copy_columns(handles, [(store.row_floats * 4 - 4, two)])
+    handles[3] = -1
+    with pytest.raises(IndexError, match="no row to copy from for handle -1"):
+        store.copy_columns(handles, [(0, words)])
+    with pytest.raises(ValueError, match="out"):
+        store.copy_columns(handles, [(0, words[:-1])])

@@ -110,6 +110,13 @@ struct MetadataSpan {
   std::int64_t* frequency;  // [n], occurrences
 };
 
+// Bytes offset .. offset + bytes - 1 of each row.
+struct RowColumn {
+  std::int64_t offset;
+  std::int64_t bytes;
+  char* out;  // [n, bytes]
+};
+
 struct StoreMemory {
   std::uint64_t index_bytes;
   std::uint64_t slab_bytes;
@@ -192,6 +199,9 @@ class EmbeddingStore {
   // the keys alone. Returns how many; throws std::length_error if there are more than `capacity`.
   std::int64_t export_shards(std::int64_t table, int first, int end, std::int64_t capacity,
                              std::int64_t* keys, std::int64_t* handles) const;
+  // Parts of the rows of handles [n], none of them -1, each part into an array of its own.
+  void copy_columns(const std::int64_t* handles, std::int64_t size,
+                    const std::vector<RowColumn>& columns) const;
   StoreMemory memory() const;
 
  private:

@@ -89,12 +89,11 @@ def _write_table(generation: Generation, file: str, store: Any, table: int, reco
     sizes: list[int] = store.shard_sizes(table).tolist()
     total = sum(sizes)
     tensors = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in record.tensors(total).items()}
-    buffer = torch.empty((min(rows_per_chunk(parts), total), parts.row_floats), dtype=torch.float32)
     with generation.create(file, tensors) as writer:
         for keys, handles in _keys_in_order(store, table, sizes):
             for at in range(0, keys.numel(), rows_per_chunk(parts)):
                 piece = slice(at, at + rows_per_chunk(parts))
-                _write_rows(writer, store, table, buffer, keys[piece], handles[piece])
+                _write_rows(writer, store, parts, keys[piece], handles[piece])
         generation.add(file, writer.close())
     return total
 
@@ -117,24 +116,18 @@ def _keys_in_order(store: Any, table: int, sizes: list[int]) -> Iterator[tuple[T
         first = end
 
 
-def _write_rows(
-    writer: TensorFileWriter, store: Any, table: int, buffer: Tensor, keys: Tensor, handles: Tensor
-) -> None:
-    parts, rows = row_parts(store), buffer[: keys.numel()]
-    store.gather(handles, keys, torch.full((keys.numel(),), table, dtype=torch.int32), rows, None)
+def _write_rows(writer: TensorFileWriter, store: Any, parts: RowParts, keys: Tensor, handles: Tensor) -> None:
+    columns = {
+        name: (offset, torch.empty((keys.numel(), *shape), dtype=dtype))
+        for name, (offset, dtype, shape) in parts.columns().items()
+    }
+    store.copy_columns(handles, list(columns.values()))
     metadata = store.read_metadata(handles)
     writer.write("keys", keys)
-    writer.write("embedding", _copy(parts.embedding(rows)))
-    for name, _ in parts.slots:
-        writer.write(f"state.{name}", _copy(parts.slot(rows, name)))
-    writer.write("updates", _copy(parts.updates(rows)))
+    for name, (_, column) in columns.items():
+        writer.write(name, column)
     writer.write("last_used", metadata.last_used)
     writer.write("frequency", metadata.frequency)
-
-
-def _copy(view: Tensor) -> Tensor:
-    """Always a copy: the buffer is used again while the writer still holds what it was given."""
-    return view.clone(memory_format=torch.contiguous_format)
 
 
 def _write_admission(generation: Generation, store: Any, table: int, record: TableRecord, number: int) -> None:

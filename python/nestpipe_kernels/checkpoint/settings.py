@@ -50,6 +50,16 @@ class RowParts:
         """int32 [n]: a view."""
         return rows.view(torch.int32)[:, self.embedding_words + self.state_floats]
 
+    def columns(self) -> dict[str, tuple[int, torch.dtype, tuple[int, ...]]]:
+        """Tensors of a row file that come out of rows: name -> (byte of the row, data type, shape of an entry)."""
+        found: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {"embedding": (0, self.storage, (self.dim,))}
+        at = self.embedding_words
+        for name, width in self.slots:
+            found[f"state.{name}"] = (4 * at, torch.float32, (width,))
+            at += width
+        found["updates"] = (4 * at, torch.int32, ())
+        return found
+
     def bytes_per_row(self) -> int:
         """Bytes that a row takes in files, its key and metadata included."""
         return 8 + self.dim * self.storage.itemsize + 4 * self.state_floats + 4 + 16

@@ -346,6 +346,25 @@ class EmbeddingStore:
         count = self._native.export_shards(self._table(table), first, end, size, out)
         return keys[:count], handles[:count]
 
+    def copy_columns(self, handles: Tensor, columns: Sequence[tuple[int, Tensor]]) -> None:
+        """Parts of rows, each into a tensor of its own.
+
+        Args:
+            handles: int64 [n], none of them -1.
+            columns: (offset, out): the bytes of a row from `offset` on go to out [n, ...], as many as an entry has.
+
+        Raises:
+            IndexError: a handle without a row, or bytes outside of a row.
+        """
+        check_tensor("copy_columns", "handles", handles, INT64, (None,))
+        size = handles.numel()
+        parts = []
+        for offset, out in columns:
+            check_tensor("copy_columns", "out", out, out.dtype, (size, *[None] * (out.dim() - 1)))
+            parts.append((offset, out.nbytes // max(1, size), out.data_ptr()))
+        if size:
+            self._native.copy_columns(handles.data_ptr(), size, parts)
+
     # ------------------------------------------------------------------------------------------- a table by itself
 
     def find(self, keys: Tensor, table: str | int | None = None) -> tuple[Tensor, Tensor]:
