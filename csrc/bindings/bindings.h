@@ -17,6 +17,7 @@ T* as_pointer(std::uintptr_t address) {
 
 void bind_threads(py::module_& module);
 void bind_store(py::module_& module);
+void bind_storage(py::module_& module);
 void bind_keys(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_optim(py::module_& module);

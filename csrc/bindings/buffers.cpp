@@ -47,10 +47,12 @@ void bind_buffers(py::module_& module) {
       release);
   module.def(
       "gather_rows",
-      [](const Matrix& rows, const Index& index, const Matrix& out, std::int64_t dim) {
+      [](const Matrix& rows, const Index& index, const Matrix& out, std::int64_t dim,
+         int data_type) {
         gather_rows({as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows),
                      std::get<2>(rows), dim, as_pointer<const std::int64_t>(std::get<0>(index)),
-                     std::get<1>(index), as_pointer<float>(std::get<0>(out)), std::get<2>(out)});
+                     std::get<1>(index), as_pointer<float>(std::get<0>(out)), std::get<2>(out),
+                     static_cast<DataType>(data_type)});
       },
       release);
   module.def(

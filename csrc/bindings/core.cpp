@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("compiler") = "compiler " __VERSION__;
   nestpipe::bind_threads(module);
   nestpipe::bind_store(module);
+  nestpipe::bind_storage(module);
   nestpipe::bind_keys(module);
   nestpipe::bind_pool(module);
   nestpipe::bind_optim(module);

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "nestpipe/row_update.h"
+#include "rounding.h"
 
 namespace nestpipe {
 namespace {
@@ -40,14 +41,17 @@ UpdateSettings make_settings(std::int32_t rule, std::int64_t step, const Hyper& 
 
 void bind_optim(py::module_& module) {
   using Address = std::uintptr_t;
-  // (rows, num_rows, row_floats, dim), (grads, stride), (lr, row_lr, mask), (rule, step, hyper)
+  // (rows, num_rows, row_floats, dim), (grads, stride), (lr, row_lr, mask), (rule, step, hyper),
+  // (data type, rounding)
   using Rows = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
   using Grads = std::tuple<Address, std::int64_t>;
   using PerRow = std::tuple<float, Address, Address>;
   using Settings = std::tuple<std::int32_t, std::int64_t, Hyper>;
+  using Storage = std::tuple<int, RoundingTuple>;
   module.def(
       "row_update",
-      [](const Rows& rows, const Grads& grads, const PerRow& per_row, const Settings& settings) {
+      [](const Rows& rows, const Grads& grads, const PerRow& per_row, const Settings& settings,
+         const Storage& storage) {
         UpdateArguments a;
         a.rows = as_pointer<float>(std::get<0>(rows));
         std::tie(std::ignore, a.num_rows, a.row_floats, a.dim) = rows;
@@ -56,6 +60,8 @@ void bind_optim(py::module_& module) {
         a.lr = std::get<0>(per_row);
         a.row_lr = as_pointer<const float>(std::get<1>(per_row));
         a.mask = as_pointer<const std::uint8_t>(std::get<2>(per_row));
+        a.data_type = static_cast<DataType>(std::get<0>(storage));
+        a.rounding = to_rounding(std::get<1>(storage));
         row_update(
             a, make_settings(std::get<0>(settings), std::get<1>(settings), std::get<2>(settings)));
       },

@@ -19,7 +19,7 @@ namespace {
 using Address = std::uintptr_t;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 // (kind, parameters)
-using InitTuple = std::pair<int, std::pair<double, double>>;
+using InitTuple = std::pair<int, InitParameters>;
 // (kind, count, filter cells, probability, seed)
 using AdmissionTuple = std::tuple<int, std::int64_t, std::int64_t, double, std::uint64_t>;
 // (kind, rows to keep, steps, interval)
@@ -31,7 +31,7 @@ using CountersTuple =
     std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
 Initializer to_initializer(const InitTuple& init) {
-  return {static_cast<InitKind>(init.first), init.second.first, init.second.second};
+  return {static_cast<InitKind>(init.first), init.second};
 }
 
 KeySpan key_span(Address keys, Address tables, std::int64_t size) {
@@ -46,10 +46,12 @@ MetadataSpan metadata_span(Address last_used, Address frequency) {
   return {as_pointer<std::int64_t>(last_used), as_pointer<std::int64_t>(frequency)};
 }
 
-std::unique_ptr<EmbeddingStore> make_store(std::int64_t dim, std::int64_t state_floats,
-                                           float state_init, std::uint64_t limit_bytes,
+std::unique_ptr<EmbeddingStore> make_store(std::int64_t dim, int data_type,
+                                           std::int64_t state_floats, float state_init,
+                                           std::uint64_t limit_bytes,
                                            const std::vector<TableTuple>& tables) {
-  StoreConfig config{dim, state_floats, state_init, limit_bytes, {}};
+  StoreConfig config{dim, static_cast<DataType>(data_type), state_floats, state_init, limit_bytes,
+                     {}};
   for (const auto& [name, seed, init, quota, absent, admission, eviction] : tables) {
     TableConfig table{hash_name(name), seed, to_initializer(init), quota, {}, false, {}, {}};
     if (absent.has_value()) {
@@ -248,9 +250,10 @@ void bind_counts_of_store(py::class_<EmbeddingStore>& store) {
 void bind_store(py::module_& module) {
   py::class_<RetrievalJournal>(module, "RetrievalJournal").def(py::init<>());
   py::class_<EmbeddingStore> store(module, "EmbeddingStore");
-  store.def(py::init(&make_store), py::arg("dim"), py::arg("state_floats"), py::arg("state_init"),
-            py::arg("limit_bytes"), py::arg("tables"));
+  store.def(py::init(&make_store), py::arg("dim"), py::arg("data_type"), py::arg("state_floats"),
+            py::arg("state_init"), py::arg("limit_bytes"), py::arg("tables"));
   store.def_property_readonly("row_floats", &EmbeddingStore::row_floats);
+  store.def_property_readonly("embedding_words", &EmbeddingStore::embedding_words);
   store.def("size", &EmbeddingStore::size, py::arg("table"), Unlocked());
   store.def("export_table", &export_table, py::arg("table"));
   store.def(
@@ -294,12 +297,12 @@ void bind_store(py::module_& module) {
   module.def("hash_name", [](const std::string& name) { return hash_name(name); });
   module.def(
       "initial_values",
-      [](int kind, std::pair<double, double> parameters, std::uint64_t seed,
-         std::uint64_t table_hash, Address keys, std::int64_t size, std::int64_t dim, Address out) {
-        const Initializer init{static_cast<InitKind>(kind), parameters.first, parameters.second};
+      [](const InitTuple& init, std::uint64_t seed, std::uint64_t table_hash, Address keys,
+         std::int64_t size, std::int64_t dim, Address out) {
+        const Initializer initializer = to_initializer(init);
         for (std::int64_t j = 0; j < size; ++j) {
-          initial_values(init, seed, table_hash, as_pointer<const std::int64_t>(keys)[j], dim,
-                         as_pointer<float>(out) + j * dim);
+          initial_values(initializer, seed, table_hash, as_pointer<const std::int64_t>(keys)[j],
+                         dim, as_pointer<float>(out) + j * dim);
         }
       },
       Unlocked());

@@ -26,22 +26,32 @@ void write_updates(float* header, std::int32_t updates) {
 
 template <typename Rule>
 void update_rows(const UpdateArguments& a, std::int64_t num_state, const Rule& rule) {
+  const std::int64_t words = embedding_words(a.data_type, a.dim);
+  const bool in_place = a.data_type == DataType::kFloat32;
+  // scratch: [dim] for the rule, then [dim] for the widened embedding.
   const auto update = [&](std::int64_t u, float* scratch) {
     float* row = a.rows + u * a.row_floats;
-    float* state = row + a.dim;
+    float* embedding = in_place ? row : scratch + a.dim;
+    float* state = row + words;
     float* header = state + num_state;
     const std::int32_t updates = read_updates(header);
     const float lr = a.row_lr != nullptr ? a.row_lr[u] : a.lr;
-    rule(RowParts{row, state, a.grads + u * a.grad_stride, scratch, a.dim, lr, updates});
+    if (!in_place) unpack_embedding(a.data_type, row, a.dim, embedding);
+    rule(RowParts{embedding, state, a.grads + u * a.grad_stride, scratch, a.dim, lr, updates});
+    if (!in_place && a.rounding.keys == nullptr) {
+      pack_embedding(a.data_type, embedding, a.dim, row);
+    } else if (!in_place) {
+      pack_embedding(a.data_type, embedding, a.dim, a.rounding.stream(u), row);
+    }
     if (updates < std::numeric_limits<std::int32_t>::max()) write_updates(header, updates + 1);
   };
-  parallel_ranges(a.num_rows, rows_per_task(a.row_floats),
-                  [&](std::int64_t begin, std::int64_t end) {
-                    std::vector<float> scratch(static_cast<std::size_t>(a.dim));
-                    for (std::int64_t u = begin; u < end; ++u) {
-                      if (a.mask == nullptr || a.mask[u] != 0) update(u, scratch.data());
-                    }
-                  });
+  parallel_ranges(
+      a.num_rows, rows_per_task(a.row_floats), [&](std::int64_t begin, std::int64_t end) {
+        std::vector<float> scratch(static_cast<std::size_t>(in_place ? a.dim : 2 * a.dim));
+        for (std::int64_t u = begin; u < end; ++u) {
+          if (a.mask == nullptr || a.mask[u] != 0) update(u, scratch.data());
+        }
+      });
 }
 
 // Calls body(std::true_type) or body(std::false_type).

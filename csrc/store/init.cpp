@@ -4,18 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "nestpipe/hash.h"
-
 namespace nestpipe {
 namespace {
-
-constexpr std::uint64_t kStep =
-    0x9E3779B97F4A7C15ull;  // 2^64 / golden ratio, odd: a full-period step.
-
-// Word e of a stream is the mixed counter stream + (e + 1) * kStep.
-std::uint64_t stream_of(std::uint64_t seed, std::uint64_t table_hash, std::int64_t key) {
-  return mix64(mix64(seed + kStep) + hash_key(table_hash, key));
-}
 
 // Natural logarithm of a normal positive double: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and
 // log m = 2 atanh(s), s = (m - 1) / (m + 1), by its series; |s| < 0.172 leaves less than 1e-16
@@ -58,24 +48,38 @@ double standard_normal(std::uint64_t word) {
   return (word & 0x80000000u) != 0 ? -value : value;
 }
 
+// The first of the element's normal values that lies in [low, high]. Attempt k takes the word that
+// follows by k steps from the element's own. The settings leave at least 1 % inside, so that all
+// attempts fail with a probability below 1e-17; then the nearest bound stands in.
+double truncated_standard_normal(std::uint64_t word, double low, double high) {
+  constexpr std::uint64_t kAttempts = 4096;
+  double value = standard_normal(word);
+  for (std::uint64_t k = 1; k < kAttempts && !(value >= low && value <= high); ++k) {
+    value = standard_normal(mix64(word + k * kWordStep));
+  }
+  return value < low ? low : value > high ? high : value;
+}
+
 }  // namespace
 
 void initial_values(const Initializer& init, std::uint64_t seed, std::uint64_t table_hash,
                     std::int64_t key, std::int64_t dim, float* out) {
+  const auto [first, second, low, high] = init.parameters;
   if (init.kind == InitKind::kConstant) {
-    for (std::int64_t d = 0; d < dim; ++d) out[d] = static_cast<float>(init.first);
+    for (std::int64_t d = 0; d < dim; ++d) out[d] = static_cast<float>(first);
     return;
   }
-  std::uint64_t counter = stream_of(seed, table_hash, key);
-  const double width = init.second - init.first;
+  const std::uint64_t stream = value_stream(seed, table_hash, key);
+  const double width = second - first;
   for (std::int64_t d = 0; d < dim; ++d) {
-    counter += kStep;
-    const std::uint64_t word = mix64(counter);
+    const std::uint64_t word = value_word(stream, d);
     double value;
     if (init.kind == InitKind::kUniform) {
-      value = init.first + width * (static_cast<double>(word >> 11) * 0x1p-53);
+      value = first + width * (static_cast<double>(word >> 11) * 0x1p-53);
+    } else if (init.kind == InitKind::kNormal) {
+      value = first + second * standard_normal(word);
     } else {
-      value = init.first + init.second * standard_normal(word);
+      value = first + second * truncated_standard_normal(word, low, high);
     }
     out[d] = static_cast<float>(value);
   }

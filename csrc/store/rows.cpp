@@ -4,6 +4,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "nestpipe/parallel.h"
 #include "nestpipe/store.h"
@@ -33,13 +34,25 @@ void EmbeddingStore::check_handles(const std::int64_t* handles, std::int64_t siz
   }
 }
 
-void EmbeddingStore::initial_row(std::int32_t table, std::int64_t key, float* out) const {
+// Computed in float32, rounded to nearest once.
+void EmbeddingStore::make_embedding(const Initializer& init, std::int32_t table, std::int64_t key,
+                                    float* words) const {
   const TableConfig& config = tables_[table]->config;
-  initial_values(config.init, config.seed, config.hash, key, dim_, out);
-  float* const state = out + dim_;
+  if (data_type_ == DataType::kFloat32) {
+    initial_values(init, config.seed, config.hash, key, dim_, words);
+    return;
+  }
+  std::vector<float> values(static_cast<std::size_t>(dim_));
+  initial_values(init, config.seed, config.hash, key, dim_, values.data());
+  pack_embedding(data_type_, values.data(), dim_, words);
+}
+
+void EmbeddingStore::initial_row(std::int32_t table, std::int64_t key, float* out) const {
+  make_embedding(tables_[table]->config.init, table, key, out);
+  float* const state = out + embedding_words_;
   for (std::int64_t i = 0; i < state_floats_; ++i) state[i] = state_init_;
   // `updates` and padding: the bits of 0.0f are those of int32 0.
-  for (std::int64_t i = dim_ + state_floats_; i < row_floats_; ++i) out[i] = 0.0f;
+  for (std::int64_t i = embedding_words_ + state_floats_; i < row_floats_; ++i) out[i] = 0.0f;
 }
 
 void EmbeddingStore::absent_row(std::int32_t table, std::int64_t key, float* out) const {
@@ -50,7 +63,7 @@ void EmbeddingStore::absent_row(std::int32_t table, std::int64_t key, float* out
 void EmbeddingStore::absent_embedding(std::int32_t table, std::int64_t key, float* out) const {
   const TableConfig& config = tables_[table]->config;
   const Initializer& init = config.has_absent ? config.absent : config.init;
-  initial_values(init, config.seed, config.hash, key, dim_, out);
+  make_embedding(init, table, key, out);
 }
 
 void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
@@ -76,7 +89,7 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
 
 void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, const float* rows) {
   check_handles(handles, size);
-  const auto bytes = static_cast<std::size_t>(dim_ + state_floats_ + 1) * sizeof(float);
+  const auto bytes = static_cast<std::size_t>(embedding_words_ + state_floats_ + 1) * sizeof(float);
   for_each_row(size, [&](std::int64_t j, std::int64_t end) {
     if (j + kAhead < end && handles[j + kAhead] >= 0) {
       __builtin_prefetch(row(handles[j + kAhead]), 1);
@@ -89,12 +102,19 @@ void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan&
                                      float* out) const {
   check_tables(in);
   check_handles(handles, in.size);
-  for_each_row(in.size, [&](std::int64_t j, std::int64_t end) {
-    if (j + kAhead < end && handles[j + kAhead] >= 0) __builtin_prefetch(row(handles[j + kAhead]));
-    if (handles[j] >= 0) {
-      std::memcpy(out + j * dim_, row(handles[j]), static_cast<std::size_t>(dim_) * sizeof(float));
-    } else {
-      absent_embedding(in.tables[j], in.keys[j], out + j * dim_);
+  parallel_ranges(in.size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> words(static_cast<std::size_t>(embedding_words_));
+    for (std::int64_t j = begin; j < end; ++j) {
+      if (j + kAhead < end && handles[j + kAhead] >= 0) {
+        __builtin_prefetch(row(handles[j + kAhead]));
+      }
+      const float* from = words.data();
+      if (handles[j] >= 0) {
+        from = row(handles[j]);
+      } else {
+        absent_embedding(in.tables[j], in.keys[j], words.data());
+      }
+      unpack_embedding(data_type_, from, dim_, out + j * dim_);
     }
   });
 }
@@ -103,8 +123,7 @@ void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t 
                                       const float* values) {
   check_handles(handles, size);
   for_each_row(size, [&](std::int64_t j, std::int64_t) {
-    if (handles[j] < 0) return;
-    std::memcpy(row(handles[j]), values + j * dim_, static_cast<std::size_t>(dim_) * sizeof(float));
+    if (handles[j] >= 0) pack_embedding(data_type_, values + j * dim_, dim_, row(handles[j]));
   });
 }
 

@@ -19,17 +19,19 @@ constexpr std::int64_t kBlock = 32;
 
 }  // namespace
 
-std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats) {
-  const std::int64_t used = dim + state_floats + 1;
+std::int64_t floats_per_row(std::int64_t embedding_words, std::int64_t state_floats) {
+  const std::int64_t used = embedding_words + state_floats + 1;
   const std::int64_t unit = used * 4 < 256 ? 4 : 16;
   return (used + unit - 1) / unit * unit;
 }
 
 EmbeddingStore::EmbeddingStore(const StoreConfig& config)
     : dim_(config.dim),
+      data_type_(config.data_type),
+      embedding_words_(nestpipe::embedding_words(config.data_type, config.dim)),
       state_floats_(config.state_floats),
       state_init_(config.state_init),
-      row_floats_(floats_per_row(config.dim, config.state_floats)),
+      row_floats_(floats_per_row(embedding_words_, config.state_floats)),
       memory_(config.limit_bytes),
       slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_),
       records_(sizeof(Record), &memory_),

@@ -51,9 +51,32 @@ class PoolingType(enum.Enum):
 
 
 class DataType(enum.Enum):
-    """Storage type of a table's embeddings; optimizer state is float32 whatever it is."""
+    """Storage type of a table's embeddings; arithmetic, optimizer state, messages and outputs are float32.
+
+    Values are rounded to the storage type once, in the update (ties to even, or stochastically), and initial and loaded
+    values once as they enter. FP16 ends at 65504: larger results (from 65520 on) become infinite, as IEEE 754 says, and
+    the next gradient through such a row is caught as not finite by the pipeline's `nan_policy`. BF16 has the range of
+    float32.
+    """
 
     FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+
+    @property
+    def code(self) -> int:
+        """The number native code knows this type by."""
+        return {"FP32": 0, "FP16": 1, "BF16": 2}[self.value]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self is DataType.FP32 else 2
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """torch's dtype of the elements."""
+        return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[self.value]
 
 
 class KeyStatus(enum.IntEnum):
@@ -172,7 +195,7 @@ class TableSpec:
     name: str
     num_embeddings: int
     init: Any
-    """An nk.init object: Zeros, Constant, Uniform, Normal."""
+    """An nk.init object: Zeros, Constant, Uniform, Normal, TruncatedNormal, Custom."""
     seed: int
     capacity: int | None = None
     """Rows of the table in this store at most."""
@@ -201,16 +224,25 @@ class Retrieval:
 class RowStore(Protocol):
     """The rows that one rank owns of a group of tables with the same dim, dtype and optimizer.
 
-    A buffer row is float32 [row_floats]: embedding [dim], optimizer state [state_floats], header (int32 `updates`
-    bit-cast), padding up to the stride. All index tensors are distinct keys unless said otherwise.
+    A buffer row is float32 [row_floats]: embedding [embedding_words], optimizer state [state_floats], header (int32
+    `updates` bit-cast), padding up to the stride. The embedding is `dim` elements of `data_type`, packed (a last half
+    word that is over is zero): read and write it with ops.row_storage. All index tensors are distinct keys unless said
+    otherwise.
     """
 
     dim: int
+    data_type: DataType
+    embedding_words: int
+    """float32 words of a row that hold the embedding: `dim` for FP32, else half of it, rounded up."""
+    stochastic_rounding: bool
+    """Whether updates round to `data_type` stochastically."""
     row_floats: int
     optimizer: SparseOptimizer
     tables: Sequence[TableSpec]
     table_hashes: Tensor
     """int64 [T], the name's hash that (table, key) hashing starts from."""
+    table_seeds: Tensor
+    """int64 [T], the tables' seeds, modulo 2^64."""
 
     @property
     def last_batch(self) -> int:

@@ -23,7 +23,7 @@ constexpr std::int64_t kCapacity = 200;
 TableConfig table_of(const char* name, std::int64_t filter_cells, EvictionKind eviction) {
   TableConfig table;
   table.hash = hash_name(name);
-  table.init = {InitKind::kUniform, -1.0, 1.0};
+  table.init = {InitKind::kUniform, {-1.0, 1.0}};
   table.quota = kCapacity;
   table.admission.kind = AdmissionKind::kMinFrequency;
   table.admission.count = 3;

@@ -15,11 +15,11 @@ namespace nestpipe {
 namespace {
 
 StoreConfig config_of(std::int64_t dim, std::uint64_t limit_bytes = ~std::uint64_t{0}) {
-  StoreConfig config{dim, dim, 0.25f, limit_bytes, {}};
+  StoreConfig config{dim, DataType::kFloat32, dim, 0.25f, limit_bytes, {}};
   config.tables.push_back(
-      {hash_name("a"), 1, {InitKind::kUniform, -1.0, 1.0}, -1, {}, false, {}, {}});
+      {hash_name("a"), 1, {InitKind::kUniform, {-1.0, 1.0}}, -1, {}, false, {}, {}});
   config.tables.push_back(
-      {hash_name("b"), 2, {InitKind::kNormal, 0.0, 1.0}, 3000, {}, false, {}, {}});
+      {hash_name("b"), 2, {InitKind::kNormal, {0.0, 1.0}}, 3000, {}, false, {}, {}});
   return config;
 }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
+import torch
 
 from nestpipe_kernels._native import core
-from nestpipe_kernels.init import Constant, Normal, Uniform, Zeros
+from nestpipe_kernels.init import Constant, Custom, Normal, TruncatedNormal, Uniform, Zeros
 from nestpipe_kernels.init.reference import cosine, hash_keys, hash_name, natural_log
 
 INITIALIZERS = [
@@ -18,6 +20,9 @@ INITIALIZERS = [
     Uniform(2.0, 2.0),
     Normal(0.5, 2.0),
     Normal(-1e-30, 1e-38),
+    TruncatedNormal(0.5, 2.0),
+    TruncatedNormal(0.0, 1.0, -0.02, 0.02),
+    TruncatedNormal(1.0, 0.1, 1.5, 30.0),
 ]
 
 
@@ -31,7 +36,7 @@ def native_values(init, seed: int, name: str, keys: np.ndarray, dim: int) -> np.
     out = np.full((len(keys), dim), np.nan, dtype=np.float32)
     table_hash = core().hash_name(name)
     core().initial_values(
-        init.kind, init.parameters, seed % 2**64, table_hash, keys.ctypes.data, len(keys), dim, out.ctypes.data
+        (init.kind, init.parameters), seed % 2**64, table_hash, keys.ctypes.data, len(keys), dim, out.ctypes.data
     )
     return out
 
@@ -88,6 +93,51 @@ def test_normal_statistics():
     assert abs(neighbours) < 0.01
 
 
+@pytest.mark.parametrize(("low", "high"), [(-2.0, 2.0), (0.5, 3.0), (-0.1, 0.4), (-6.0, 6.0)])
+def test_truncated_normal_statistics(low, high):
+    init = TruncatedNormal(1.0, 3.0, low, high)
+    values = init.reference(1, "t", np.arange(20_000, dtype=np.int64), 10).astype(np.float64)
+    z = np.sort((values - 1.0).ravel() / 3.0)
+    assert z[0] >= low - 1e-6
+    assert z[-1] <= high + 1e-6
+    below = np.array([math.erf(x / math.sqrt(2)) / 2 for x in z[::100]])
+    edges = [math.erf(x / math.sqrt(2)) / 2 for x in (low, high)]
+    expected = (below - edges[0]) / (edges[1] - edges[0])
+    # Kolmogorov's distance: 200,000 values leave it below 0.0044 with probability 0.999.
+    assert abs(expected - np.arange(0, len(z), 100) / len(z)).max() < 0.005
+    if low == -high:
+        assert abs(z.mean()) < 0.01
+    if (low, high) == (-2.0, 2.0):
+        assert abs(z.var() - 0.7737) < 0.005
+
+
+def test_truncated_normal_of_a_wide_interval_is_the_normal():
+    keys = some_keys(50)
+    wide, whole = TruncatedNormal(0.5, 2.0, -7.0, 7.0), Normal(0.5, 2.0)
+    np.testing.assert_array_equal(wide.reference(3, "t", keys, 7), whole.reference(3, "t", keys, 7))
+
+
+def test_descriptions_are_json():
+    every = [*INITIALIZERS, Custom(some_values)]
+    described = [init.describe() for init in every]
+    assert json.loads(json.dumps(described)) == described
+    assert described[0] == {"name": "zeros"}
+    assert described[2] == {"name": "uniform", "low": -0.3, "high": 0.7}
+    assert described[6] == {"name": "truncated_normal", "mean": 0.5, "std": 2.0, "low": -2.0, "high": 2.0}
+    assert described[-1] == {"name": "custom", "function": f"{__name__}.some_values"}
+    assert described[1] != Constant(0.2).describe()
+
+
+def some_values(keys, dim, seed):
+    return (keys[:, None] * torch.arange(1, dim + 1) + seed).float()
+
+
+def test_custom_values_are_those_of_the_function():
+    values = Custom(some_values).reference(7, "t", np.array([2, 3], dtype=np.int64), 3)
+    assert values.tolist() == [[9.0, 11.0, 13.0], [10.0, 13.0, 16.0]]
+    assert Custom(some_values).reference(7, "t", np.array([], dtype=np.int64), 3).shape == (0, 3)
+
+
 def test_own_elementary_functions_agree_with_libm():
     x = np.concatenate([np.linspace(1e-12, 1.0, 5001), [2.0**-33, 0.5, math.sqrt(0.5)]])
     # Doubles near 1e-16 relative: the float32 results need 6e-8.
@@ -115,6 +165,11 @@ def test_fault_13_multiples_are_balanced_over_owners(world_size, multiple_of):
         (lambda: Constant(1e39), ValueError, r"Constant: value must be finite in float32, got 1e\+39"),
         (lambda: Constant("1"), TypeError, r"Constant: value must be a number, got str \('1'\)"),
         (lambda: Normal(0.0, -1.0), ValueError, r"Normal: std must be >= 0, got -1.0"),
+        (lambda: TruncatedNormal(0.0, 1.0, 2.0, 2.0), ValueError, "TruncatedNormal: low must be < high, got low=2.0"),
+        (lambda: TruncatedNormal(0.0, -1.0), ValueError, "TruncatedNormal: std must be >= 0, got -1.0"),
+        (lambda: TruncatedNormal(0.0, 1.0, 4.0, 9.0), ValueError, "at least 1% of the distribution must lie between"),
+        (lambda: TruncatedNormal(0.0, 1.0, high=math.inf), ValueError, "high must be finite in float32, got inf"),
+        (lambda: Custom(3), TypeError, "Custom: function must be callable, got int"),
         (lambda: Normal(0.0, 1e38), ValueError, "Normal: largest_value must be finite in float32"),
     ],
 )

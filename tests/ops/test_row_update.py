@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nestpipe_kernels import optim
 from nestpipe_kernels.ops.lookup_pool import pool_backward
+from nestpipe_kernels.ops.row_storage import RowStorage, embedding_words, pack_embeddings, unpack_embeddings
 from nestpipe_kernels.ops.row_update import reference, row_update
-from nestpipe_kernels.types import PoolingType, SparseOptimizer
+from nestpipe_kernels.types import DataType, PoolingType, SparseOptimizer
 
 OPTIMIZERS: list[SparseOptimizer] = [
     optim.SGD(),
@@ -197,6 +198,98 @@ def test_zero_gradient_of_a_new_row_is_finite(optimizer: SparseOptimizer) -> Non
     assert torch.equal(rows[:, :4], torch.zeros(1, 4))
 
 
+# ------------------------------------------------------------------------------------------------- storage types
+
+
+def stored(optimizer: SparseOptimizer, dim: int, data_type: DataType, num_rows: int = 63) -> Tensor:
+    """The rows of `buffer` with their embeddings in a storage type."""
+    rows = buffer(optimizer, num_rows, dim)
+    words = torch.zeros(num_rows, embedding_words(dim, data_type))
+    pack_embeddings(rows[:, :dim].contiguous(), words, data_type)
+    return torch.cat([words.view(torch.int32), rows[:, dim:].contiguous().view(torch.int32)], 1).view(torch.float32)
+
+
+def random_storage(data_type: DataType, num_rows: int = 63) -> RowStorage:
+    tables = torch.arange(num_rows, dtype=torch.int32) % 3
+    return RowStorage(data_type, torch.arange(num_rows) - 5, tables, torch.tensor([3, 4, -5]), torch.tensor([6, -7, 8]))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+@pytest.mark.parametrize("dim", [1, 7, 64, 129])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_storage_types_widen_update_and_round_once(
+    optimizer: SparseOptimizer, dim: int, data_type: DataType, stochastic: bool
+) -> None:
+    grads, mask = torch.randn(63, dim), torch.rand(63) < 0.8
+    storage = random_storage(data_type) if stochastic else RowStorage(data_type)
+    start = stored(optimizer, dim, data_type)
+    results = []
+    for implementation in IMPLEMENTATIONS:
+        rows = start.clone()
+        row_update(rows, grads, optimizer, 7, 0.05, mask, storage, implementation=implementation)
+        results.append(rows)
+    assert torch.equal(bits(results[0]), bits(results[1]))
+    # the same rule on float32 rows, rounded afterwards
+    words = embedding_words(dim, data_type)
+    wide = torch.cat([unpack_embeddings(start, dim, data_type), start[:, words:]], 1)
+    row_update(wide, grads, optimizer, 7, 0.05, mask)
+    expected = start.clone()
+    pack_embeddings(wide[:, :dim], expected, data_type, storage, 7)
+    unmasked = torch.where(mask[:, None], bits(expected)[:, :words], bits(start)[:, :words])
+    assert torch.equal(bits(results[0])[:, :words], unmasked)
+    assert torch.equal(bits(results[0][:, words:]), bits(wide[:, dim:]))
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+def test_stochastic_rounding_does_not_depend_on_threads_or_company(data_type: DataType) -> None:
+    optimizer, storage = optim.RowWiseAdagrad(), random_storage(data_type, 4000)
+    grads, start = torch.randn(4000, 33), stored(optim.RowWiseAdagrad(), 33, data_type, 4000)
+    results = []
+    for threads in (1, 4):
+        rows = start.clone()
+        with native_threads(threads):
+            row_update(rows, grads, optimizer, 3, 0.1, None, storage)
+        results.append(bits(rows))
+    assert torch.equal(*results)
+    chosen = torch.randperm(4000)[:100]
+    assert storage.keys is not None
+    assert storage.tables is not None
+    some = RowStorage(
+        data_type, storage.keys[chosen], storage.tables[chosen], storage.table_hashes, storage.table_seeds
+    )
+    rows = start[chosen].contiguous()
+    row_update(rows, grads[chosen], optimizer, 3, 0.1, None, some)
+    assert torch.equal(bits(rows), results[0][chosen])
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+def test_small_updates_add_up_with_stochastic_rounding_only(data_type: DataType) -> None:
+    """500 steps of -1e-5 from 1.0: far below half the distance between neighbours; 2,000 rows give the mean."""
+    num_rows, steps, change = 2000, 500, 1e-5
+    means = []
+    for storage in (RowStorage(data_type), random_storage(data_type, num_rows)):
+        rows = torch.zeros(num_rows, 2)
+        pack_embeddings(torch.ones(num_rows, 2), rows, data_type)
+        for step in range(1, steps + 1):
+            row_update(rows, torch.ones(num_rows, 2), optim.SGD(), step, change, None, storage)
+        means.append(float(unpack_embeddings(rows, 2, data_type).mean()))
+    assert means[0] == 1.0
+    # The mean moves by 0.005; a row's deviation is at most sqrt(500 * 1e-5 * 2^-8), 4,000 of them: 7e-5.
+    assert abs(means[1] - (1.0 - steps * change)) < 4e-4
+
+
+def test_fault_23_gradients_of_half_rows_are_summed_in_float32() -> None:
+    """Three gradients of 2^-9 beside 1: summed in bfloat16 they would vanish."""
+    grads = torch.zeros(1, 1)
+    parts = torch.tensor([[1.0], [2.0**-9], [2.0**-9], [2.0**-9]])
+    pool_backward([parts], None, torch.zeros(4).long(), torch.arange(5), [0, 4], [PoolingType.NONE.code], None, grads)
+    assert float(grads) == 1.0 + 3 * 2.0**-9
+    rows = torch.zeros(1, 2)
+    row_update(rows, grads, optim.SGD(), 1, 256.0, None, RowStorage(DataType.BF16))
+    assert float(unpack_embeddings(rows, 1, DataType.BF16)) == -(256.0 + 2.0)
+
+
 # ------------------------------------------------------------------------------------------------------- errors
 
 
@@ -218,6 +311,10 @@ def test_errors() -> None:
         call(rows=torch.zeros(3, 12)[:, :9])
     with pytest.raises(ValueError, match="rows of adagrad with dim 4 need at least 9 floats, got 8"):
         call(rows=torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="rows of adagrad with dim 4 need at least 7 floats, got 6"):
+        call(rows=torch.zeros(3, 6), storage=RowStorage(DataType.BF16))
+    with pytest.raises(ValueError, match="row_update: FP32 is what the arithmetic is done in"):
+        call(storage=RowStorage(DataType.FP32, torch.arange(3)))
     with pytest.raises(ValueError, match=r"grads must have at least one column, got shape \[3, 0\]"):
         call(grads=torch.zeros(3, 0))
     for step in (0, -1, 1.0, True):

@@ -1,16 +1,18 @@
 """E0 and E1: `sequential` equals the oracle, and every schedule equals `sequential`, to the last bit."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 from pairwise import pairwise_cover
 
-from nestpipe_kernels import optim
+from nestpipe_kernels import init, optim
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.testing.explorer import Orders, explore
 from nestpipe_kernels.testing.scenario import Scenario, TableChoice
 from nestpipe_kernels.testing.threads import run_scenario
-from nestpipe_kernels.types import PoolingType
+from nestpipe_kernels.types import DataType, PoolingType
 
 OPTIMIZERS = {
     "sgd": optim.SGD(lr=0.2),
@@ -35,6 +37,29 @@ TABLES = {
     "frozen": (TableChoice("user", 4, ("user",)), TableChoice("item", 4, ("item",), trainable=False)),
     "fixed": (TableChoice("user", 4, ("user",), num_embeddings=7), TableChoice("item", 6, ("item",))),
 }
+
+
+def by_key(keys, dim, seed):
+    """Initial values given by a function."""
+    return ((keys[:, None] * 37 + torch.arange(dim) * 11 + seed) % 101).float() / 101 - 0.5
+
+
+STORAGE = {
+    "fp32": {},
+    "fp16": {"data_type": DataType.FP16},
+    "bf16": {"data_type": DataType.BF16, "init": init.TruncatedNormal(0.0, 0.3)},
+    "fp16_stochastic": {"data_type": DataType.FP16, "stochastic_rounding": True},
+    "bf16_stochastic": {"data_type": DataType.BF16, "stochastic_rounding": True, "init": init.Custom(by_key)},
+}
+"""What all tables of a case are; a name with "+" has the first table so and the others float32."""
+
+
+def stored(tables, storage: str):
+    """The tables in a storage type."""
+    settings = STORAGE[storage.removesuffix("+")]
+    return tuple(replace(t, **settings) if k == 0 or not storage.endswith("+") else t for k, t in enumerate(tables))
+
+
 FACTORS = {
     "schedule": ["dbp", "fwp", "nested"],
     "optimizer": list(OPTIMIZERS),
@@ -45,6 +70,7 @@ FACTORS = {
     "clustering": ["none", "key"],
     "tables": list(TABLES),
     "weight_loss": [False, True],
+    "storage": ["fp32", "fp16", "bf16", "fp16_stochastic", "bf16_stochastic", "bf16_stochastic+"],
 }
 
 
@@ -54,7 +80,7 @@ def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
         micro_batches=case["micro_batches"],
         batches=batches,
         optimizer=OPTIMIZERS[case["optimizer"]],
-        tables=TABLES[case["tables"]],
+        tables=stored(TABLES[case["tables"]], case["storage"]),
         weighted=case["tables"] == "weighted",
         samples=case["samples"],
         row_transfer=case["row_transfer"],

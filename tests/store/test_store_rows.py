@@ -179,7 +179,11 @@ def test_bad_tensors_of_the_protocol_are_refused():
         ({"num_embeddings": 0}, ValueError, "num_embeddings of table 'item' must be >= 1 or UNBOUNDED"),
         ({"num_embeddings": 1.5}, TypeError, "num_embeddings of table 'item' must be an integer, got 1.5"),
         ({"capacity": -1}, ValueError, "capacity of table 'item' must be >= 0 or None, got -1"),
-        ({"init": "uniform"}, TypeError, "init of table 'item' must be a Zeros, Constant, Uniform or Normal"),
+        (
+            {"init": "uniform"},
+            TypeError,
+            "init of table 'item' must be a Zeros, Constant, Uniform, Normal, TruncatedNormal or Custom",
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):

@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 
 }  // namespace nestpipe

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 
+#include "nestpipe/row_storage.h"
+
 namespace nestpipe {
 
-// out[j, :] = rows[index[j], 0 .. dim). rows: [num_rows, >= dim], row_stride apart; out: [size,
-// dim], out_stride apart.
+// out[j, :] = the embedding of rows[index[j], :], widened to float32. rows: [num_rows, >=
+// embedding_words], row_stride apart; out: [size, dim], out_stride apart.
 struct GatherRows {
   const float* rows = nullptr;
   std::int64_t num_rows = 0;
@@ -16,6 +18,7 @@ struct GatherRows {
   std::int64_t size = 0;
   float* out = nullptr;
   std::int64_t out_stride = 0;
+  DataType data_type = DataType::kFloat32;
 };
 
 void gather_rows(const GatherRows& arguments);

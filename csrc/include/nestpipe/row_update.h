@@ -1,11 +1,14 @@
 // Row-wise update rules in place: one pass over rows, their state and their gradients.
 //
-// A buffer row is [embedding dim | state | int32 updates | padding]. The order of operations per
+// A buffer row is [embedding words | state | int32 updates | padding]. A rule sees the embedding as
+// float32; other storage types are widened before and rounded after it. The order of operations per
 // element is written in ops/row_update/reference.py; scalars that depend on the step alone are
 // computed in double and rounded once. The rules themselves are in csrc/optim/update_rules.h.
 #pragma once
 
 #include <cstdint>
+
+#include "nestpipe/row_storage.h"
 
 namespace nestpipe {
 
@@ -47,6 +50,8 @@ struct UpdateArguments {
   float lr = 0.0f;
   const float* row_lr = nullptr;       // [num_rows], replaces lr
   const std::uint8_t* mask = nullptr;  // [num_rows], 0 leaves the row untouched
+  DataType data_type = DataType::kFloat32;
+  RandomRounding rounding;
 };
 
 // Floats of state between embedding and `updates`.

@@ -1,10 +1,11 @@
 // The rows of a group of tables with the same dim, data type and optimizer state.
 //
-// A row is float32 [row_floats]: embedding [dim], optimizer state [state_floats], int32 `updates`
-// (bit-cast), padding to a stride of whole cache lines (of 16 bytes below 256). Rows of all tables
-// lie in common slabs that never move; a row's number is its handle, valid until the key is erased
-// or evicted. Numbers of free rows are used again, the last freed first. Beside each row, not in
-// it, lies a record: key, table, last_used, frequency.
+// A row is float32 [row_floats]: embedding [embedding_words] (dim elements of the storage type,
+// row_storage.h), optimizer state [state_floats], int32 `updates` (bit-cast), padding to a stride
+// of whole cache lines (of 16 bytes below 256). Rows of all tables lie in common slabs that never
+// move; a row's number is its handle, valid until the key is erased or evicted. Numbers of free
+// rows are used again, the last freed first. Beside each row, not in it, lies a record: key, table,
+// last_used, frequency.
 //
 // Evicted rows go to limbo: out of the index, number and contents untouched and not used again, so
 // that undoing the retrieval puts them back without a copy. Limbo of batch u is freed on entry to a
@@ -34,6 +35,7 @@
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
 #include "nestpipe/memory.h"
+#include "nestpipe/row_storage.h"
 #include "nestpipe/slabs.h"
 
 namespace nestpipe {
@@ -60,6 +62,7 @@ struct TableConfig {
 
 struct StoreConfig {
   std::int64_t dim = 0;
+  DataType data_type = DataType::kFloat32;
   std::int64_t state_floats = 0;
   float state_init = 0.0f;
   std::uint64_t limit_bytes = ~std::uint64_t{0};
@@ -125,13 +128,14 @@ struct StoreMemory {
 };
 
 // Floats of a row, padding included.
-std::int64_t floats_per_row(std::int64_t dim, std::int64_t state_floats);
+std::int64_t floats_per_row(std::int64_t embedding_words, std::int64_t state_floats);
 
 class EmbeddingStore {
  public:
   explicit EmbeddingStore(const StoreConfig& config);
 
   std::int64_t dim() const { return dim_; }
+  std::int64_t embedding_words() const { return embedding_words_; }
   std::int64_t row_floats() const { return row_floats_; }
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
 
@@ -168,9 +172,9 @@ class EmbeddingStore {
               std::int64_t num_out) const;
   // Embedding, state and updates of rows [n, row_floats]; handles of -1 are skipped.
   void write_back(const std::int64_t* handles, std::int64_t size, const float* rows);
-  // out [n, dim]; initial values where handles[j] is -1.
+  // out [n, dim], widened; initial values, rounded to the storage type, where handles[j] is -1.
   void read_embeddings(const std::int64_t* handles, const KeySpan& in, float* out) const;
-  // Embeddings alone, [n, dim]; handles of -1 are skipped.
+  // Embeddings alone, [n, dim], rounded to nearest; handles of -1 are skipped.
   void write_embeddings(const std::int64_t* handles, std::int64_t size, const float* values);
 
   // -1 and 0 for handles of -1.
@@ -260,9 +264,11 @@ class EmbeddingStore {
   static void check_shards(int first, int end);
   void check_tables(const KeySpan& in) const;
   void check_handles(const std::int64_t* handles, std::int64_t size) const;
+  void make_embedding(const Initializer& init, std::int32_t table, std::int64_t key,
+                      float* words) const;
   void initial_row(std::int32_t table, std::int64_t key, float* out) const;
   void absent_row(std::int32_t table, std::int64_t key, float* out) const;
-  void absent_embedding(std::int32_t table, std::int64_t key, float* out) const;
+  void absent_embedding(std::int32_t table, std::int64_t key, float* words) const;
   void search(const KeySpan& in, std::int64_t* handles) const;
 
   // Steps of retrieve (retrieval.cpp).
@@ -300,6 +306,8 @@ class EmbeddingStore {
   void free_row(Table* table, std::uint32_t row_number);
 
   const std::int64_t dim_;
+  const DataType data_type_;
+  const std::int64_t embedding_words_;
   const std::int64_t state_floats_;
   const float state_init_;
   const std::int64_t row_floats_;

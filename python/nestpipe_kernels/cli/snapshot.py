@@ -22,8 +22,8 @@ class TableRows:
 
     Attributes:
         keys: int64 [n].
-        bits: int32 [n, used], the bits of embedding, optimizer state and `updates`.
-        dim: leading columns that are the embedding.
+        bits: int32 [n, used], the bits of embedding (as stored), optimizer state and `updates`.
+        dim: leading columns that are the embedding: one for each element, or for two of a 2-byte storage type.
         last_used, frequency: int64 [n].
     """
 
@@ -64,10 +64,10 @@ def _table_rows(store: Any, number: int) -> TableRows:
     keys, handles = keys[order].contiguous(), handles[order].contiguous()
     rows = torch.empty(keys.numel(), store.row_floats)
     store.gather(handles, keys, torch.full((keys.numel(),), number, dtype=torch.int32), rows, None)
-    used = store.dim + store.optimizer.state_floats(store.dim) + 1
+    used = store.embedding_words + store.optimizer.state_floats(store.dim) + 1
     metadata = store.read_metadata(handles)
     bits = rows[:, :used].contiguous().view(torch.int32)
-    return TableRows(keys, bits, store.dim, metadata.last_used, metadata.frequency)
+    return TableRows(keys, bits, store.embedding_words, metadata.last_used, metadata.frequency)
 
 
 def first_difference(left: TrainingRun, right: TrainingRun) -> str:

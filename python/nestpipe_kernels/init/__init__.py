@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .distributions import Constant, Initializer, Normal, Uniform, Zeros
+from .custom import Custom
+from .distributions import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 
-__all__ = ["Constant", "Initializer", "Normal", "Uniform", "Zeros"]
+__all__ = ["Constant", "Custom", "Initializer", "Normal", "TruncatedNormal", "Uniform", "Zeros"]

@@ -7,13 +7,22 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["constant_values", "hash_keys", "hash_name", "normal_values", "uniform_values", "words"]
+__all__ = [
+    "constant_values",
+    "hash_keys",
+    "hash_name",
+    "normal_values",
+    "truncated_normal_values",
+    "uniform_values",
+    "words",
+]
 
 Words = NDArray[np.uint64]
 Doubles = NDArray[np.float64]
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
+_ATTEMPTS = 4096
 _MULTIPLIERS = (0x9FB21C651E98DF25, 0xD6E8FEB86659FD93)
 
 
@@ -66,12 +75,32 @@ def normal_values(
     seed: int, table_name: str, keys: NDArray[np.int64], dim: int, mean: float, std: float
 ) -> NDArray[np.float32]:
     """float32 [n, dim]: mean + std * z with z from one word by Box and Muller's transform."""
-    word = words(seed, table_name, keys, dim)
+    z = _standard_normal(words(seed, table_name, keys, dim))
+    return (mean + std * z).astype(np.float32)
+
+
+def truncated_normal_values(
+    seed: int, table_name: str, keys: NDArray[np.int64], dim: int, parameters: tuple[float, float, float, float]
+) -> NDArray[np.float32]:
+    """float32 [n, dim]: mean + std * z, z the first inside [low, high] of the normal values of the words
+    w, mix64(w + step), mix64(w + 2 step), ... where w is the element's own word; the nearest bound after 4,096."""
+    mean, std, low, high = parameters
+    word = words(seed, table_name, keys, dim).ravel()
+    z = _standard_normal(word)
+    for k in range(1, _ATTEMPTS):
+        outside = np.flatnonzero(~((z >= low) & (z <= high)))
+        if not len(outside):
+            break
+        z[outside] = _standard_normal(mix64(word[outside] + np.uint64((k * _STEP) & _MASK)))
+    z = np.where(z < low, low, np.where(z > high, high, z))
+    return (mean + std * z).astype(np.float32).reshape(len(keys), dim)
+
+
+def _standard_normal(word: Words) -> Doubles:
     u = ((word >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
     v = (word & np.uint64(0x7FFFFFFF)).astype(np.float64) * 2.0**-31
     z = np.sqrt(-2.0 * natural_log(u)) * cosine(v * (math.pi / 2))
-    z = np.where(word & np.uint64(0x80000000), -z, z)
-    return (mean + std * z).astype(np.float32)
+    return np.where(word & np.uint64(0x80000000), -z, z)
 
 
 def natural_log(x: Doubles) -> Doubles:

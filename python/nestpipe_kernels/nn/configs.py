@@ -27,7 +27,8 @@ class TableConfig:
         num_embeddings: size of the vocabulary, ids 0 .. num_embeddings - 1; or UNBOUNDED: any int64 is a key.
         embedding_dim: floats per embedding, >= 1.
         name: the table's name; unique in a collection. Initial values depend on it.
-        data_type: storage type of the rows.
+        data_type: storage type of the embeddings: FP32, FP16 or BF16 (also by name, or TorchRec's). Outputs, gradients
+            and optimizer state are float32 whatever it is. Tables of different types live in different stores.
         feature_names: features that look up this table; default [name].
         weight_init_max, weight_init_min: bounds of uniform initial values; default +-sqrt(1 / num_embeddings), for
             an open vocabulary +-1 / sqrt(embedding_dim).
@@ -44,6 +45,8 @@ class TableConfig:
             such a key is refused alone.
         default_row: an `nk.init` object: what a key without a row reads (not admitted, refused, or seen in evaluation
             only). Default: what its row would start from.
+        stochastic_rounding: updates round to `data_type` up or down by chance, in proportion, so that small updates are
+            not lost; the chance is a function of (seed, table, key, step, element). Not with FP32.
         lr_scale: multiplies the optimizer's learning rate for this table.
         trainable: False freezes the table: no gradients, no updates. Admission and eviction go on: a row that was
             loaded and evicted comes back with initial values, so leave eviction out where loaded values must stay.
@@ -66,6 +69,7 @@ class TableConfig:
     admission: MinFrequency | Probability | None = field(default=None, kw_only=True)
     eviction: LRU | LFU | TTL | Score | None = field(default=None, kw_only=True)
     default_row: Any = field(default=None, kw_only=True)
+    stochastic_rounding: bool = field(default=False, kw_only=True)
     lr_scale: float = field(default=1.0, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
     padding_idx: int | None = field(default=None, kw_only=True)
@@ -102,6 +106,12 @@ class TableConfig:
         """
         where = f"table {self.name!r}"
         self.data_type = _member(DataType, self.data_type, where, "data_type")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(f"{where}: stochastic_rounding must be True or False, got {self.stochastic_rounding!r}")
+        if self.stochastic_rounding and self.data_type is DataType.FP32:
+            raise ValueError(
+                f"{where}: stochastic_rounding needs data_type FP16 or BF16, got FP32, which the arithmetic is done in"
+            )
         if not _is_integer(self.num_embeddings) or (self.num_embeddings < 1 and not self.is_open):
             raise ValueError(
                 f"{where}: num_embeddings must be an integer >= 1 or UNBOUNDED, got {self.num_embeddings!r}"

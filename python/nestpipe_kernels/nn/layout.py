@@ -29,10 +29,12 @@ class Segment:
 
 @dataclass
 class StoreGroup:
-    """Tables that share a store: same dim, data type, `trainable`, optimizer (but learning rates are per table)."""
+    """Tables that share a store: same dim, storage type, rounding, `trainable`, optimizer (but learning rates are per
+    table)."""
 
     dim: int
     data_type: DataType
+    stochastic_rounding: bool
     optimizer: SparseOptimizer | None
     """None where the user's optimizer trains the tables through autograd."""
     tables: list[TableConfig] = field(default_factory=list)
@@ -71,7 +73,9 @@ def make_layout(tables: Sequence[TableConfig], optimizers: Sequence[SparseOptimi
     for (config, optimizer), names in zip(pairs, embedding_names(tables), strict=True):
         group = groups.setdefault(_group_key(config, optimizer), len(layout.stores))
         if group == len(layout.stores):
-            layout.stores.append(StoreGroup(config.embedding_dim, config.data_type, optimizer))
+            layout.stores.append(
+                StoreGroup(config.embedding_dim, config.data_type, config.stochastic_rounding, optimizer)
+            )
         store = layout.stores[group]
         layout.places[config.name] = (group, len(store.tables))
         store.tables.append(config)
@@ -95,6 +99,7 @@ def make_layout(tables: Sequence[TableConfig], optimizers: Sequence[SparseOptimi
 
 def _group_key(config: TableConfig, optimizer: SparseOptimizer | None) -> tuple[object, ...]:
     if optimizer is None:
-        return (config.embedding_dim, config.data_type)
+        return (config.embedding_dim,)
     settings = tuple(sorted(optimizer.hyper().items()))
-    return (config.embedding_dim, config.data_type, optimizer.name, settings, config.trainable)
+    storage = (config.data_type, config.stochastic_rounding)
+    return (config.embedding_dim, storage, optimizer.name, settings, config.trainable)

@@ -9,7 +9,7 @@ from nestpipe_kernels import init
 from nestpipe_kernels.nn.configs import TableConfig
 from nestpipe_kernels.nn.policies import first_policy
 from nestpipe_kernels.optim import SGD
-from nestpipe_kernels.types import SparseOptimizer
+from nestpipe_kernels.types import DataType, SparseOptimizer
 
 __all__ = ["initial_values", "resolve_optimizers"]
 
@@ -65,6 +65,10 @@ def _check_parameter_table(config: TableConfig, owner: str) -> None:
     setting = first_policy(config)
     if setting is not None:
         raise ValueError(f"{where}: {setting} needs an optimizer; pass optimizer=, or leave {setting} out")
+    if config.data_type is not DataType.FP32:
+        raise ValueError(
+            f"{where}: data_type {config.data_type.value} needs an optimizer; pass optimizer=, or leave data_type out"
+        )
     if config.lr_scale != 1.0:
         raise ValueError(
             f"{where}: lr_scale needs an optimizer; pass optimizer=, or scale the learning rate of your own optimizer"

@@ -218,7 +218,13 @@ class SparseTables:
 
 def _make_store(specs: list[TableSpec], group: StoreGroup) -> EmbeddingStore:
     assert group.optimizer is not None
-    return EmbeddingStore(tables=specs, dim=group.dim, optimizer=group.optimizer)
+    return EmbeddingStore(
+        tables=specs,
+        dim=group.dim,
+        optimizer=group.optimizer,
+        data_type=group.data_type,
+        stochastic_rounding=group.stochastic_rounding,
+    )
 
 
 def _remedy(name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.ops.row_storage import pack_embeddings, stored_elements, unpack_embeddings
 from nestpipe_kernels.store import RowMetadata
 from nestpipe_kernels.types import RowStore
 
@@ -27,12 +28,12 @@ def read_embeddings(store: RowStore, table: int, keys: Tensor) -> Tensor:
     out = torch.empty(keys.numel(), store.dim, dtype=torch.float32)
     for start, stop in pieces(keys.numel()):
         _, rows = _rows_of(store, table, keys[start:stop])
-        out[start:stop] = rows[:, : store.dim]
+        out[start:stop] = unpack_embeddings(rows, store.dim, store.data_type)
     return out
 
 
 def write_embeddings(store: RowStore, table: int, keys: Tensor, values: Tensor) -> None:
-    """Make `values` float32 [n, dim] the embeddings of distinct `keys` int64 [n].
+    """Make `values` float32 [n, dim], rounded to the storage type, the embeddings of distinct `keys` int64 [n].
 
     Optimizer states stay as they are. Keys without a row are inserted, whatever the table's admission rule, unless they
     read that value anyway. Nothing is evicted.
@@ -46,9 +47,12 @@ def write_embeddings(store: RowStore, table: int, keys: Tensor, values: Tensor) 
 
 def _write_piece(store: RowStore, table: int, keys: Tensor, values: Tensor) -> None:
     handles, rows = _rows_of(store, table, keys)
-    same = (rows[:, : store.dim].contiguous().view(torch.int32) == values.contiguous().view(torch.int32)).all(1)
+    before = stored_elements(rows, store.dim, store.data_type)
+    pack_embeddings(values.contiguous(), rows, store.data_type)
+    after = stored_elements(rows, store.dim, store.data_type)
+    bits = torch.int32 if store.data_type.itemsize == 4 else torch.int16
+    same = (before.view(bits) == after.view(bits)).all(1)
     absent = ((handles < 0) & ~same).nonzero().squeeze(1)
-    rows[:, : store.dim] = values
     if absent.numel():
         unused = RowMetadata(torch.full_like(absent, -1), torch.zeros_like(absent))
         tables = torch.full((absent.numel(),), table, dtype=torch.int32)

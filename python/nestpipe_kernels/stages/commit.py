@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops.finite_rows import finite_rows
+from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from ..ops.scatter_add_rows import scatter_add_rows
 from ..types import RowStore
@@ -211,7 +212,7 @@ def update(rank: RankState, batch: BatchState, micro: int) -> None:
         rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
         row_update(
             owner.buffer, owner.row_gradients, binding.store.optimizer, batch.verdict.step, rate,
-            None if bool(mask.all()) else mask,
+            None if bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
         )  # fmt: skip
         owner.row_gradients = None
 

@@ -42,9 +42,11 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     parts: list[Tensor] = []
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "send_rows"):
-            for owner, move, dim in zip(batch.owner, moves, dims):
+            for binding, owner, move in zip(rank.bindings, batch.owner, moves):
                 assert owner.buffer is not None
-                parts.append(gather_rows(owner.buffer, owner.slot[move.positions], dim))
+                store = binding.store
+                wanted = owner.slot[move.positions]
+                parts.append(gather_rows(owner.buffer, wanted, store.dim, data_type=store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
         parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
     world = rank.communicator.size

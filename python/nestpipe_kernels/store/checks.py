@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..types import UNBOUNDED, TableSpec
+from ..types import UNBOUNDED, DataType, TableSpec
 
-__all__ = ["check_bounds", "check_spec", "check_tensor", "key_vector"]
+__all__ = ["check_bounds", "check_spec", "check_storage", "check_tensor", "key_vector"]
 
 
 def key_vector(operation: str, keys: Tensor) -> Tensor:
@@ -77,6 +77,18 @@ def check_spec(spec: TableSpec) -> None:
         )
     if spec.capacity is not None and spec.capacity < 0:
         raise ValueError(f"store: capacity of table {spec.name!r} must be >= 0 or None, got {spec.capacity}")
+
+
+def check_storage(data_type: DataType, stochastic_rounding: bool) -> None:
+    """Raises TypeError or ValueError for a storage type or a rounding that no store can have."""
+    if not isinstance(data_type, DataType):
+        raise TypeError(f"store: data_type must be a DataType, got {data_type!r}: use DataType.BF16, for example")
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"store: stochastic_rounding must be True or False, got {stochastic_rounding!r}")
+    if stochastic_rounding and data_type is DataType.FP32:
+        raise ValueError(
+            "store: stochastic_rounding needs data_type FP16 or BF16, got FP32, which the arithmetic is done in"
+        )
 
 
 def _short(dtype: torch.dtype) -> str:

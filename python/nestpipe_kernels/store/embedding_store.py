@@ -13,9 +13,11 @@ from torch import Tensor
 from .._native import core
 from ..errors import StoreFullError
 from ..init import Initializer, Uniform
-from ..types import UNBOUNDED, KeyStatus, Retrieval, SparseOptimizer, TableSpec
-from .checks import check_bounds, check_spec, check_tensor, key_vector
+from ..ops.row_storage import embedding_words, pack_embeddings, unpack_embeddings
+from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec
+from .checks import check_bounds, check_spec, check_storage, check_tensor, key_vector
 from .counts import counts_of, load_counts
+from .given_values import GivenValues
 from .gradients import apply_gradients
 from .policies import check_policies, has_policy, native_admission, native_eviction, rows_within, score_caller
 
@@ -50,7 +52,7 @@ class _Journal:
 
 
 class EmbeddingStore:
-    """Rows of tables with the same dim and optimizer, in native memory; satisfies `types.RowStore`.
+    """Rows of tables with the same dim, storage type and optimizer, in native memory; satisfies `types.RowStore`.
 
     Rows never move and results do not depend on the number of threads. Calls that insert, erase or change metadata
     exclude each other; rows may be read and written by handle beside them. Calls are synchronous and release the GIL.
@@ -68,6 +70,8 @@ class EmbeddingStore:
         admission, eviction, default: of the only table, as in `types.TableSpec`.
         capacity_bytes: instead of capacity; as many rows as fit with their share of records, index and limbo.
         memory_limit: bytes the store may allocate, None for as many as there are.
+        data_type: storage type of the embeddings; what goes in and out is float32 whatever it is.
+        stochastic_rounding: updates round to `data_type` stochastically instead of to nearest; not with FP32.
 
     Raises:
         TypeError, ValueError: settings that no store can have; the message names table and field.
@@ -89,6 +93,8 @@ class EmbeddingStore:
         default: Initializer | None = None,
         capacity_bytes: int | None = None,
         memory_limit: int | None = None,
+        data_type: DataType = DataType.FP32,
+        stochastic_rounding: bool = False,
     ) -> None:
         if (tables is None) == (name is None):
             raise ValueError("store: give either tables, or name (num_embeddings, init, seed, capacity) of one table")
@@ -99,10 +105,11 @@ class EmbeddingStore:
             )
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
             raise ValueError(f"store: dim must be an integer in [1, {MAX_DIM}], got {dim!r}")
+        check_storage(data_type, stochastic_rounding)
         if tables is None:
             assert name is not None
             if capacity_bytes is not None:
-                row_bytes = 4 * core().row_floats(dim, optimizer.state_floats(dim))
+                row_bytes = 4 * core().row_floats(embedding_words(dim, data_type), optimizer.state_floats(dim))
                 capacity = rows_within(capacity_bytes, row_bytes, getattr(eviction, "slack", 0.0))
             tables = [
                 TableSpec(
@@ -114,21 +121,26 @@ class EmbeddingStore:
         if not self.tables or len(self._table_index) != len(self.tables):
             raise ValueError(f"store: table names must be distinct, got {[spec.name for spec in self.tables]}")
         self.dim = dim
+        self.data_type = data_type
+        self.stochastic_rounding = stochastic_rounding
         self.optimizer = optimizer
         self.state_floats = optimizer.state_floats(dim)
         state_init = getattr(optimizer, "state_init", None)
         self._native = core().EmbeddingStore(
             dim=dim,
+            data_type=data_type.code,
             state_floats=self.state_floats,
             state_init=float(state_init()) if state_init is not None else 0.0,
             limit_bytes=SEED_MASK if memory_limit is None else memory_limit,
             tables=[_native_table(spec) for spec in self.tables],
         )
         self.row_floats: int = self._native.row_floats
+        self.embedding_words: int = self._native.embedding_words
+        self._given = GivenValues(self.tables, dim)
         self._removals = 0
         self._score = score_caller(self.tables)
-        hashes = [core().hash_name(spec.name) for spec in self.tables]
-        self.table_hashes = torch.tensor([h - (1 << 64) if h >> 63 else h for h in hashes], dtype=INT64)
+        self.table_hashes = _words([core().hash_name(spec.name) for spec in self.tables])
+        self.table_seeds = _words([spec.seed & SEED_MASK for spec in self.tables])
 
     # ------------------------------------------------------------------------------------------- protocol RowStore
 
@@ -151,12 +163,14 @@ class EmbeddingStore:
 
         Raises:
             MemoryError: the system or `memory_limit` gave out; no key, row, count or metadata has changed.
-            TypeError, ValueError: the result of a score function; nothing has changed. What it raises is passed on.
+            TypeError, ValueError: the result of a score function or of an init.Custom function; nothing has changed.
+                What these functions raise is passed on.
         """
         self._check_keys("retrieve", keys, tables)
         size = keys.numel()
         if counts is not None:
             check_tensor("retrieve", "counts", counts, INT64, (size,))
+        given = self._given_starts(keys, tables)
         handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
         journal = _Journal(core().RetrievalJournal(), self._removals)
         self._native.retrieve(
@@ -169,6 +183,9 @@ class EmbeddingStore:
             (handles.data_ptr(), status.data_ptr()),
             journal.native,
         )
+        if given is not None:
+            inserted = status[given[0]] == KeyStatus.INSERTED.value
+            self.write_embeddings(handles[given[0][inserted]], given[1][inserted])
         return Retrieval(handles, status, journal)
 
     def undo(self, retrieval: Retrieval) -> None:
@@ -218,6 +235,7 @@ class EmbeddingStore:
         check_tensor("gather", "out", out, FLOAT32, (None, self.row_floats))
         if index is not None:
             check_tensor("gather", "index", index, INT64, (keys.numel(),))
+        given = self._given.absent(keys, tables, handles)
         self._native.gather(
             handles.data_ptr(),
             keys.data_ptr(),
@@ -226,6 +244,11 @@ class EmbeddingStore:
             0 if index is None else index.data_ptr(),
             (out.data_ptr(), out.shape[0]),
         )
+        if given is not None:
+            target = given[0] if index is None else index[given[0]]
+            words = torch.zeros(target.numel(), self.embedding_words)
+            pack_embeddings(given[1], words, self.data_type)
+            out.view(INT32)[target, : self.embedding_words] = words.view(INT32)
 
     def write_back(self, handles: Tensor, rows: Tensor) -> None:
         """Embedding, state and `updates` of rows float32 [n, row_floats]; handles of -1 are skipped."""
@@ -236,17 +259,22 @@ class EmbeddingStore:
     # -------------------------------------------------------------------------------------- rows by handle, further
 
     def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
-        """float32 [n, dim], a copy; the default row's (see `gather`) where the handle is -1."""
+        """float32 [n, dim], a copy; the default row's (see `gather`), rounded as stored, where the handle is -1."""
         self._check_keys("read_embeddings", keys, tables)
         check_tensor("read_embeddings", "handles", handles, INT64, (keys.numel(),))
+        given = self._given.absent(keys, tables, handles)
         out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
         self._native.read_embeddings(
             handles.data_ptr(), keys.data_ptr(), tables.data_ptr(), keys.numel(), out.data_ptr()
         )
+        if given is not None:
+            words = torch.zeros(given[0].numel(), self.embedding_words)
+            pack_embeddings(given[1], words, self.data_type)
+            out[given[0]] = unpack_embeddings(words, self.dim, self.data_type)
         return out
 
     def write_embeddings(self, handles: Tensor, values: Tensor) -> None:
-        """Embeddings alone, float32 [n, dim]; handles of -1 are skipped."""
+        """Embeddings alone, float32 [n, dim], rounded to the storage type; handles of -1 are skipped."""
         check_tensor("write_embeddings", "handles", handles, INT64, (None,))
         check_tensor("write_embeddings", "values", values, FLOAT32, (handles.numel(), self.dim))
         self._native.write_embeddings(handles.data_ptr(), handles.numel(), values.data_ptr())
@@ -544,6 +572,12 @@ class EmbeddingStore:
         check_bounds(operation, keys, self.tables[index])
         return keys, torch.full((keys.numel(),), index, dtype=INT32)
 
+    def _given_starts(self, keys: Tensor, tables: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Positions and values of keys whose rows, if they get one now, start from a user's function."""
+        if not self._given.has_start:
+            return None
+        return self._given.start(keys, tables, self.find_handles(keys, tables) < 0)
+
     @staticmethod
     def _check_keys(operation: str, keys: Tensor, tables: Tensor) -> None:
         check_tensor(operation, "keys", keys, INT64, (None,))
@@ -556,8 +590,8 @@ def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
     if spec.init is not None:
         if not hasattr(spec.init, "kind") or not hasattr(spec.init, "parameters"):
             raise TypeError(
-                f"store: init of table {spec.name!r} must be a Zeros, Constant, Uniform or Normal of "
-                f"nestpipe_kernels.init, got {spec.init!r}"
+                f"store: init of table {spec.name!r} must be a Zeros, Constant, Uniform, Normal, "
+                f"TruncatedNormal or Custom of nestpipe_kernels.init, got {spec.init!r}"
             )
         return spec
     bound = 1.0 / math.sqrt(dim) if spec.num_embeddings == UNBOUNDED else math.sqrt(1.0 / spec.num_embeddings)
@@ -571,12 +605,17 @@ def _native_table(spec: TableSpec) -> tuple[Any, ...]:
     return (spec.name, spec.seed & SEED_MASK, _native_init(spec.init), quota, default, *rules)
 
 
-def _native_init(init: Initializer) -> tuple[int, tuple[float, float]]:
+def _native_init(init: Initializer) -> tuple[int, tuple[float, ...]]:
     return init.kind, init.parameters
 
 
 def _int32_tensor(data: bytearray) -> Tensor:
     return torch.frombuffer(data, dtype=INT32) if data else torch.empty(0, dtype=INT32)
+
+
+def _words(values: list[int]) -> Tensor:
+    """int64 [n] with the bits of numbers in [0, 2^64)."""
+    return torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=INT64)
 
 
 def _int64_tensor(data: bytearray) -> Tensor:

@@ -11,6 +11,7 @@ from ..errors import NonFiniteGradientError
 from ..ops.dedup import dedup
 from ..ops.finite_rows import finite_rows
 from ..ops.lookup_pool import pool_backward
+from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from ..types import KeyStatus, PoolingType, RowStore, TableSpec
 
@@ -50,7 +51,8 @@ def apply_gradients(
     present = (handles >= 0).nonzero().squeeze(1)
     rows = torch.empty(present.numel(), store.row_floats, dtype=torch.float32)
     store.gather(handles[present], unique_keys[present], unique_tables[present], rows, None)
-    row_update(rows, sums[present], store.optimizer, step, rate)
+    storage = storage_of(store, unique_keys[present], unique_tables[present])
+    row_update(rows, sums[present], store.optimizer, step, rate, None, storage)
     store.write_back(handles[present], rows)
     status = torch.where(handles >= 0, KeyStatus.FOUND.value, KeyStatus.ABSENT.value).to(torch.uint8)
     return status[distinct.inverse.to(torch.int64)]

@@ -190,7 +190,7 @@ def read_outcome(ranks: Sequence[RankState], states: Sequence[Sequence[BatchStat
 
 def read_store(store: Any, rows: dict[tuple[str, int], bytes], notes: dict[tuple[str, int], tuple[int, int]]) -> None:
     """Every row of a store: embedding, state and `updates` as bytes; and its metadata."""
-    used = store.dim + store.optimizer.state_floats(store.dim) + 1
+    used = store.embedding_words + store.optimizer.state_floats(store.dim) + 1
     for number, spec in enumerate(store.tables):
         keys, handles = store.export_table(spec.name)
         values = torch.empty(len(keys), store.row_floats, dtype=torch.float32)

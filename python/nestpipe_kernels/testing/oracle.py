@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..ops.lookup_pool import reference as pooling
 from ..ops.row_update import reference as updating
 from ..types import PoolingType
-from .oracle_rows import OracleRows, OracleTable
+from .oracle_rows import OracleRows, OracleTable, storage_of_key
 
 __all__ = ["Oracle", "OracleLookup"]
 
@@ -50,8 +50,11 @@ class OracleLookup(nn.Module):
         for table in self.tables:
             for feature in table.features:
                 for keys, weights in bags[feature]:
-                    rows = torch.stack([self.rows.read(table.name, k) for k in keys]) if keys else None
-                    rows = torch.empty(0, table.dim) if rows is None else rows
+                    rows = (
+                        torch.stack([self.rows.read(table.name, k) for k in keys])
+                        if keys
+                        else torch.empty(0, table.dim)
+                    )
                     w = None if weights is None else torch.tensor(weights, dtype=torch.float32)
                     pooled = pooling.pool(rows, torch.tensor([0, len(keys)]), table.mode, w)
                     call.append(_Bag(table, keys, w, rows, pooled[0].detach().requires_grad_()))
@@ -117,7 +120,8 @@ class Oracle:
             if table.trainable and (name, key) in self.rows.values:
                 mean = gradient / world if world > 1 else gradient
                 values = self.rows.values[name, key].clone().view(1, -1)
-                updating.row_update(values, mean.view(1, -1), table.optimizer, self.step, table.optimizer.lr, None)
+                lr, storage = table.optimizer.lr, storage_of_key(table, key)
+                updating.row_update(values, mean.view(1, -1), table.optimizer, self.step, lr, None, storage)
                 self.rows.values[name, key] = values[0]
 
     def _dense(self, name: str, divisors: Sequence[float]) -> Tensor | None:

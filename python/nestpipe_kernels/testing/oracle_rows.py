@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy_model import TableModel, hash_key
+from ..ops.row_storage import RowStorage, embedding_words, pack_embeddings, unpack_embeddings
+from ..types import DataType
+from .policy_model import TableModel, hash_key, hash_name
 
-__all__ = ["OracleRows", "OracleTable"]
+__all__ = ["OracleRows", "OracleTable", "storage_of_key"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class OracleTable:
     admission: Any = None
     eviction: Any = None
     default: Any = None
+    data_type: DataType = DataType.FP32
+    stochastic_rounding: bool = False
 
 
 class OracleRows:
@@ -73,8 +77,10 @@ class OracleRows:
         """float32 [dim]: the embedding that a lookup of the key gets."""
         table = self.tables[name]
         if (name, key) in self.values:
-            return self.values[name, key][: table.dim]
-        return _embedding(table, table.init if table.default is None else table.default, key)
+            stored = self.values[name, key]
+        else:
+            stored = _embedding(table, table.init if table.default is None else table.default, key)
+        return unpack_embeddings(stored.view(1, -1), table.dim, table.data_type)[0]
 
     def metadata(self, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
         """(last_used, frequency) of the rows of a rank."""
@@ -95,10 +101,28 @@ def _share(capacity: int | None, rank: int, world_size: int) -> int | None:
     return None if capacity is None else capacity // world_size + (rank < capacity % world_size)
 
 
+def storage_of_key(table: OracleTable, key: int) -> RowStorage:
+    """How the row of a key lies in memory, for the reference of row updates."""
+    if not table.stochastic_rounding:
+        return RowStorage(table.data_type)
+    hashes, seeds = (torch.tensor([_signed(word)]) for word in (hash_name(table.name), table.seed % (1 << 64)))
+    return RowStorage(table.data_type, torch.tensor([key]), torch.zeros(1, dtype=torch.int32), hashes, seeds)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
 def _embedding(table: OracleTable, values: Any, key: int) -> Tensor:
-    return torch.as_tensor(values.reference(table.seed, table.name, [key], table.dim)).view(-1)
+    """float32 [words]: what a row starts with, as it is stored."""
+    start = torch.as_tensor(values.reference(table.seed, table.name, [key], table.dim)).view(1, -1)
+    words = torch.zeros(1, embedding_words(table.dim, table.data_type))
+    pack_embeddings(start, words, table.data_type, implementation="reference")
+    return words[0]
 
 
 def _fresh_row(table: OracleTable, key: int) -> Tensor:
+    embedding = _embedding(table, table.init, key)
     state = torch.full((table.optimizer.state_floats(table.dim),), table.optimizer.state_init())
-    return torch.cat([_embedding(table, table.init, key), state, torch.zeros(1)])
+    # Joined as integers: the bits of two halves may be those of a NaN.
+    return torch.cat([part.view(torch.int32) for part in (embedding, state, torch.zeros(1))]).view(torch.float32)

@@ -21,7 +21,7 @@ from ..jagged import KeyedJaggedTensor
 from ..nn import EmbeddingBagCollection, EmbeddingBagConfig
 from ..ops.owners import default_slice_owner
 from ..stages.state import RankState, Source, bind_stores
-from ..types import UNBOUNDED, PoolingType
+from ..types import UNBOUNDED, DataType, PoolingType
 from .explorer import Outcome
 from .oracle import Oracle, OracleLookup
 from .oracle_rows import OracleTable
@@ -77,6 +77,9 @@ class TableChoice:
     admission: Any = None
     eviction: Any = None
     default_row: Any = None
+    data_type: DataType = DataType.FP32
+    stochastic_rounding: bool = False
+    init: Any = field(default_factory=lambda: init.Uniform(-0.5, 0.5))
 
 
 @dataclass
@@ -173,8 +176,9 @@ class Scenario:
         configs = [
             EmbeddingBagConfig(
                 t.num_embeddings, t.dim, t.name, feature_names=list(t.features), pooling=t.pooling,
-                init=init.Uniform(-0.5, 0.5), trainable=t.trainable, capacity=t.capacity, admission=t.admission,
+                init=t.init, trainable=t.trainable, capacity=t.capacity, admission=t.admission,
                 eviction=t.eviction, default_row=t.default_row,
+                data_type=t.data_type, stochastic_rounding=t.stochastic_rounding,
             )
             for t in self.tables
         ]  # fmt: skip
@@ -232,7 +236,7 @@ class Scenario:
                 t.dim,
                 t.features,
                 t.pooling.code,
-                init.Uniform(-0.5, 0.5),
+                t.init,
                 self.optimizer,
                 self.seed,
                 t.trainable,
@@ -240,6 +244,8 @@ class Scenario:
                 t.admission,
                 t.eviction,
                 t.default_row,
+                t.data_type,
+                t.stochastic_rounding,
             )
             for t in self.tables
         ]

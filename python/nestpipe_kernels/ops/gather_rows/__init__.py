@@ -1,11 +1,13 @@
-"""gather_rows: copy the embeddings of chosen buffer rows into a matrix, to be sent or pooled."""
+"""gather_rows: copy the embeddings of chosen buffer rows into a float32 matrix, to be sent or pooled."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ...types import DataType
 from .. import _row_checks as checks
+from ..row_storage import embedding_words
 from . import native, reference
 
 __all__ = ["gather_rows"]
@@ -14,15 +16,22 @@ OPERATION = "gather_rows"
 
 
 def gather_rows(
-    rows: Tensor, index: Tensor, dim: int, out: Tensor | None = None, *, implementation: str = "native"
+    rows: Tensor,
+    index: Tensor,
+    dim: int,
+    out: Tensor | None = None,
+    *,
+    data_type: DataType = DataType.FP32,
+    implementation: str = "native",
 ) -> Tensor:
-    """The first `dim` floats of rows[index[j]], for each j. Synchronous; the result shares no memory with `rows`.
+    """The embedding of rows[index[j]], for each j, widened. Synchronous; the result shares no memory with `rows`.
 
     Args:
-        rows: float32 [U, F], F >= dim, last dimension contiguous.
+        rows: float32 [U, F], F >= the words that hold `dim` elements, last dimension contiguous.
         index: int64 [m], repeats allowed.
-        dim: floats to take of each row.
+        dim: elements to take of each row.
         out: float32 [m, dim] to fill, last dimension contiguous; None makes a new one.
+        data_type: storage type of the embeddings.
         implementation: "native" or "reference"; the same bits.
 
     Returns:
@@ -34,8 +43,9 @@ def gather_rows(
     checks.check_implementation(OPERATION, implementation)
     checks.check_matrix(OPERATION, "rows", rows)
     checks.check_index(OPERATION, "index", index)
-    if not 0 <= dim <= rows.shape[1]:
-        raise ValueError(f"{OPERATION}: dim must lie in [0, {rows.shape[1]}] (the row's length), got {dim}")
+    if dim < 0 or embedding_words(dim, data_type) > rows.shape[1]:
+        most = rows.shape[1] * (4 // data_type.itemsize)
+        raise ValueError(f"{OPERATION}: dim must lie in [0, {most}] (the row's length), got {dim}")
     if out is None:
         out = torch.empty(index.numel(), dim, dtype=torch.float32)
     else:
@@ -43,5 +53,5 @@ def gather_rows(
         if out.shape != (index.numel(), dim):
             raise ValueError(f"{OPERATION}: out must have shape {[index.numel(), dim]}, got {list(out.shape)}")
     chosen = native.gather_rows if implementation == "native" else reference.gather_rows
-    chosen(rows, index, dim, out)
+    chosen(rows, index, dim, out, data_type)
     return out

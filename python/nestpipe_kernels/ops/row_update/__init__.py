@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...types import SparseOptimizer
 from .. import _row_checks as checks
+from ..row_storage import RowStorage, embedding_words
 from . import native, reference
 
 __all__ = ["row_update"]
@@ -23,13 +24,15 @@ def row_update(
     step: int,
     lr: float | Tensor,
     mask: Tensor | None = None,
+    storage: RowStorage | None = None,
     *,
     implementation: str = "native",
 ) -> None:
     """Update rows in place; the count `updates` of each updated row grows by 1. Synchronous.
 
     The optimizer is lazy: a row that is masked out keeps its embedding and its state. Nothing is remembered between
-    calls: bias correction follows from `step` (or from the row's own count) alone.
+    calls: bias correction follows from `step` (or from the row's own count) alone. Arithmetic is float32; embeddings
+    of another storage type are widened before and rounded once after it.
 
     Args:
         rows: float32 [U, row_floats] contiguous; `types.RowStore` has the layout of a row.
@@ -38,11 +41,13 @@ def row_update(
         step: 1 for the first update of the training; Adam's bias correction.
         lr: learning rate, rounded to float32, or float32 [U] with one per row.
         mask: bool or uint8 [U], 0 leaves the row untouched; None updates all.
+        storage: storage type of the embeddings, and what stochastic rounding needs; None: FP32. `ops.row_storage`'s
+            `storage_of` makes it for rows of a store.
         implementation: "native" or "reference"; the same bits.
 
     Raises:
-        TypeError: dtype or device of an argument. ValueError: shapes, step, learning rate, or an
-            optimizer without a rule.
+        TypeError: dtype or device of an argument. ValueError: shapes, step, learning rate, storage, or an
+            optimizer without a rule. IndexError: a table of `storage` that is none.
     """
     checks.check_implementation(OPERATION, implementation)
     checks.check_matrix(OPERATION, "rows", rows)
@@ -58,7 +63,9 @@ def row_update(
         raise ValueError(f"{OPERATION}: rows must be contiguous, got strides {list(rows.stride())}")
     if dim < 1:
         raise ValueError(f"{OPERATION}: grads must have at least one column, got shape {list(grads.shape)}")
-    needed = dim + optimizer.state_floats(dim) + 1
+    storage = RowStorage() if storage is None else storage
+    storage.check(OPERATION, num_rows)
+    needed = embedding_words(dim, storage.data_type) + optimizer.state_floats(dim) + 1
     if rows.shape[1] < needed:
         raise ValueError(
             f"{OPERATION}: rows of {optimizer.name} with dim {dim} need at least {needed} floats, got {rows.shape[1]}"
@@ -68,7 +75,7 @@ def row_update(
     lr = _check_lr(lr, num_rows)
     mask = _check_mask(mask, num_rows)
     chosen = native.row_update if implementation == "native" else reference.row_update
-    chosen(rows, grads.detach(), optimizer, step, lr, mask)
+    chosen(rows, grads.detach(), optimizer, step, lr, mask, storage)
 
 
 def _check_lr(lr: float | Tensor, num_rows: int) -> float | Tensor:

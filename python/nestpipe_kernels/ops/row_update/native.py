@@ -7,6 +7,8 @@ from torch import Tensor
 from ..._native import core
 from ...types import SparseOptimizer
 from .._row_checks import pointer
+from ..row_storage import RowStorage
+from ..row_storage.native import rounding_tuple
 
 __all__ = ["row_update"]
 
@@ -23,7 +25,13 @@ RULE_CODES = {
 
 
 def row_update(
-    rows: Tensor, grads: Tensor, optimizer: SparseOptimizer, step: int, lr: float | Tensor, mask: Tensor | None
+    rows: Tensor,
+    grads: Tensor,
+    optimizer: SparseOptimizer,
+    step: int,
+    lr: float | Tensor,
+    mask: Tensor | None,
+    storage: RowStorage,
 ) -> None:
     """Arguments as checked by the package."""
     row_lr = lr if isinstance(lr, Tensor) else None
@@ -32,4 +40,5 @@ def row_update(
         (pointer(grads), grads.stride(0)),
         (0.0 if isinstance(lr, Tensor) else lr, pointer(row_lr), pointer(mask)),
         (RULE_CODES[optimizer.name], step, optimizer.hyper()),
+        (storage.data_type.code, rounding_tuple(storage, step)),
     )

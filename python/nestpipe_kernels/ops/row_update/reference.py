@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...types import SparseOptimizer
 from ..lookup_pool.reference import lane_sum
+from ..row_storage import RowStorage, embedding_words, pack_embeddings, unpack_embeddings
 
 __all__ = ["RULES", "apply_rule", "bias_factors", "integer_power", "row_update"]
 
@@ -35,22 +36,31 @@ SMALLEST_FTRL_RATE = 2.0**-100
 
 
 def row_update(
-    rows: Tensor, grads: Tensor, optimizer: SparseOptimizer, step: int, lr: float | Tensor, mask: Tensor | None
+    rows: Tensor,
+    grads: Tensor,
+    optimizer: SparseOptimizer,
+    step: int,
+    lr: float | Tensor,
+    mask: Tensor | None,
+    storage: RowStorage,
 ) -> None:
     """As the package's `row_update`, arguments as checked there."""
     num_rows, dim = grads.shape
-    header = dim + optimizer.state_floats(dim)
+    words = embedding_words(dim, storage.data_type)
+    header = words + optimizer.state_floats(dim)
     updates = rows[:, header].contiguous().view(torch.int32)
     updates = torch.where(updates < MAX_UPDATES, updates + 1, updates)
     row_lr = lr if isinstance(lr, Tensor) else torch.full((num_rows,), lr, dtype=torch.float32)
-    embedding, state = apply_rule(rows[:, :dim], rows[:, dim:header], grads, optimizer, step, row_lr, updates)
+    start = unpack_embeddings(rows, dim, storage.data_type)
+    embedding, state = apply_rule(start, rows[:, words:header], grads, optimizer, step, row_lr, updates)
     updated = rows.clone()
-    updated[:, :dim] = embedding
-    updated[:, dim:header] = state
-    updated[:, header] = updates.view(torch.float32)
+    pack_embeddings(embedding, updated, storage.data_type, storage, step, implementation="reference")
+    updated[:, words:header] = state
+    bits = updated.view(torch.int32)
+    bits[:, header] = updates
     if mask is not None:
-        updated = torch.where(mask.bool()[:, None], updated, rows)
-    rows.view(torch.int32).copy_(updated.view(torch.int32))
+        bits = torch.where(mask.bool()[:, None], bits, rows.view(torch.int32))
+    rows.view(torch.int32).copy_(bits)
 
 
 def apply_rule(
