@@ -1,4 +1,4 @@
-"""Saves or loads a table of a few hundred MB and prints how much memory that took beyond what was there, bytes."""
+"""Saves, loads or deals out a table of a few hundred MB and prints how much memory that took beyond what was there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from store_cases import load_stores, save_one
 
+from nestpipe_kernels.checkpoint.tools.diff import diff
+from nestpipe_kernels.checkpoint.tools.reshard import reshard
+from nestpipe_kernels.checkpoint.tools.verify import verify
 from nestpipe_kernels.init import Uniform
 from nestpipe_kernels.optim import Adam
 from nestpipe_kernels.store import EmbeddingStore
@@ -32,8 +35,25 @@ def _status(name: str) -> int:
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 
+def _use_tool(tool: str, directory: Path) -> None:
+    """Reshard to several ranks beside it, and back; compare and verify what is there then."""
+    if tool == "reshard":
+        reshard(directory, 5, directory.with_name("dealt out"))
+        reshard(directory.with_name("dealt out"), 1, directory.with_name("back"))
+    elif tool == "diff":
+        assert diff(directory, directory.with_name("dealt out"), "embeddings")[0] == []
+    else:
+        assert verify(directory.with_name("dealt out")).problems == []
+
+
 def main() -> None:
     directory = Path(sys.argv[2])
+    if sys.argv[1] in ("reshard", "diff", "verify"):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        _use_tool(sys.argv[1], directory)
+        print(_status("VmHWM") - before)
+        return
     store = _store()
     _insert(store)
     if sys.argv[1] == "load":  # the rows' own memory is there already: what loading adds is extra

@@ -16,8 +16,8 @@ from nestpipe_kernels.checkpoint.tools.text import align, count, size
 __all__ = ["describe", "lines"]
 
 STORAGE_NAMES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
-MAX_VALUES = 12
-"""Numbers of one rank's state that are shown; `--json` has them all."""
+MAX_VALUES = 8
+"""Numbers of a position that are shown; `--json` has them all."""
 
 
 def describe(directory: Path) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{count(found['world_size'], 'rank')}, {count(len(found['files']), 'file')}, {size(found['bytes'])}",
         f"written by {_writer(found['writer'])}",
     ]
-    out += [f"position: {text}" for text in _shortened(list(_flat(found["position"])))]
+    out.append(f"position: {', '.join(_shortened(list(_flat(found['position'])))) or 'none'}")
     out += ["", *_table_lines(found["tables"])]
     dense = found["dense"]
     if dense["tensors"]:
@@ -133,13 +133,27 @@ def _table_lines(tables: list[dict[str, Any]]) -> list[str]:
 
 
 def _rank_lines(found: dict[str, Any]) -> list[str]:
-    out = []
+    rows = [["rank", "rows", "position of its loader", "also"]]
     for rank, entry in enumerate(found["ranks"]):
-        rows = sum(table["rows_of_rank"][rank] for table in found["tables"])
-        out.append(
-            f"rank {rank}: {count(rows, 'row')}; {'; '.join(_shortened(list(_flat(entry['state'])))) or 'no state'}"
-        )
-    return out
+        own = sum(table["rows_of_rank"][rank] for table in found["tables"])
+        also = sorted(name for name, value in entry["state"].items() if value and name != "loader")
+        rows.append([str(rank), f"{own:,}", _loader(entry["state"].get("loader")), ", ".join(also) or "-"])
+    return align(rows, right=(0, 1), indent="")
+
+
+def _loader(record: Any) -> str:
+    """Where a rank's loader stood, in words."""
+    if not isinstance(record, dict):
+        return "-"
+    kind = record.get("kind")
+    if kind == "none":
+        return "an epoch starts"
+    if kind == "unknown":
+        return "not saved"
+    numbers = _shortened([text for text in _flat(record.get("state", {})) if "(" not in text])
+    if "consumed" in record:
+        numbers = [f"{record['consumed']} batches of its epoch", *numbers]
+    return f"{record.get('class', kind)}: {', '.join(numbers)}" if numbers else str(record.get("class", kind))
 
 
 def _file_lines(files: dict[str, int]) -> list[str]:

@@ -1,10 +1,10 @@
 """Rows of one table from several sorted files as one stream in the same order, a bounded part at a time.
 
-Row files, and those of exact admission counts, are sorted by (index shard, key). A window of keys of each file is looked
-at; rows up to the smallest of the windows' last keys can come from no later window, so they are a part: how many rows
-it takes from each file, and the permutation that sorts them. Columns are then read in file order, front to back, one
-by one: a part costs memory for its keys and for the columns that are being moved, whatever the size of a table or of
-an index shard.
+Row files, and those of exact admission counts, are sorted by (index shard, key). A window of keys of each file is
+looked at; rows up to the smallest of the windows' last keys can come from no later window, so they are a part: how
+many rows it takes from each file, and the permutation that sorts them. Columns are then read in file order, front to
+back, one by one: a part costs memory for its keys and for the columns that are being moved, whatever the size of a
+table or of an index shard.
 """
 
 from __future__ import annotations

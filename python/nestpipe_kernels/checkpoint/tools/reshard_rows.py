@@ -27,7 +27,7 @@ __all__ = ["owner_of_slices", "reshard_table", "slices_of_rank"]
 
 _COPIES = 10
 """Of the widest column, alive at once: pieces and joined here; what waits for the workers; joined and sorted there."""
-_BYTES_BEHIND = 16 << 20
+_BYTES_BEHIND = 6 << 20
 _KEYS_AT_ONCE = 1 << 18
 NUM_SLICES = 65536
 

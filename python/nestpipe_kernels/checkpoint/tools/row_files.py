@@ -18,7 +18,7 @@ from nestpipe_kernels.checkpoint.tools.merge import Part
 
 __all__ = ["RowFile", "open_rows", "read_column", "rows_at_once"]
 
-BUDGET = 40 << 20
+BUDGET = 12 << 20
 """Bytes that a merge and the column under way may take."""
 KEY_BYTES = 96
 """Of a row of a merge: keys, hashes, shards and orders of windows and parts, with what sorting needs."""
