@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -21,11 +21,15 @@ from nestpipe_kernels._native import core
 from nestpipe_kernels.config import default_threads
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.types import KeyStatus
 
 __all__ = ["Table", "miss_stream", "run", "zipf_stream"]
 
 ROOM = "room for everything"
+SAME_MISSES = "room for everything, as many inserts"
 EVICTING = "at capacity, LRU"
+FIRST_ALIAS = 1 << 41
+"""Above all keys of the streams."""
 
 
 @dataclass
@@ -34,14 +38,15 @@ class Table:
 
     name: str
     store: EmbeddingStore
-    times: list[float]
-    cpu_times: list[float]
+    batches: list[Tensor]
+    times: list[float] = field(default_factory=list)
+    cpu_times: list[float] = field(default_factory=list)
     inserted_before: int = 0
 
-    def call(self, keys: Tensor, batch: int, timed: bool) -> None:
+    def call(self, batch: int, timed: bool) -> None:
         """One find_or_insert; embeddings are read, too."""
         start, cpu_start = time.perf_counter(), time.process_time()
-        self.store.find_or_insert(keys, batch=batch)
+        self.store.find_or_insert(self.batches[batch], batch=batch)
         if timed:
             self.times.append((time.perf_counter() - start) * 1e3)
             self.cpu_times.append((time.process_time() - cpu_start) * 1e3)
@@ -84,27 +89,49 @@ def run(parsed: argparse.Namespace) -> int:
 def _measure(
     parsed: argparse.Namespace, name: str, make: Callable[[argparse.Namespace, int], list[Tensor]]
 ) -> list[Table]:
-    """Both tables after the stream; they take turns, and which one is first alternates."""
+    """The tables after the stream; they take turns, and which one is first alternates."""
     settings: dict[str, Any] = {"dim": parsed.dim, "optimizer": nk.optim.RowWiseAdagrad(0.05), "name": "item"}
-    evicting = EmbeddingStore(**settings, capacity=parsed.rows, eviction=nk.policy.LRU(parsed.slack))
+
+    def evicting() -> EmbeddingStore:
+        return EmbeddingStore(**settings, capacity=parsed.rows, eviction=nk.policy.LRU(parsed.slack))
+
     warm_up = _batches_to_fill(make, parsed)
     batches = make(parsed, warm_up + parsed.repeat)
-    roomy = EmbeddingStore(**settings)
+    tables = [Table(ROOM, EmbeddingStore(**settings), batches), Table(EVICTING, evicting(), batches)]
+    if name == "zipf":
+        tables.insert(1, Table(SAME_MISSES, EmbeddingStore(**settings), _with_aliases(evicting(), batches)))
     # Memory that was written before: what the system takes to hand out fresh pages is not a cost of insertion.
-    for keys in batches:
-        roomy.find_or_insert(keys, batch=0)
-    roomy.clear()
-    tables = [Table(ROOM, roomy, [], []), Table(EVICTING, evicting, [], [])]
-    for b, keys in enumerate(batches):
+    for table in tables[:-1]:
+        for keys in table.batches:
+            table.store.find_or_insert(keys, batch=0)
+        table.store.clear()
+    for b in range(len(batches)):
         if b == warm_up:
             for table in tables:
                 table.inserted_before = table.store.counters()["inserted"]
         for table in tables if b % 2 else reversed(tables):
-            table.call(keys, b, b >= warm_up)
-    if not evicting.counters()["evicted"]:
+            table.call(b, b >= warm_up)
+    if not tables[-1].store.counters()["evicted"]:
         raise ValueError(f"bench evict: the stream {name} evicts nothing; give fewer --rows, more --keys or --repeat")
     print(f"find_or_insert_evict: {name}, {warm_up} batches to fill the table, {parsed.repeat} timed", file=sys.stderr)
     return tables
+
+
+def _with_aliases(store: EmbeddingStore, batches: list[Tensor]) -> list[Tensor]:
+    """The batches with another id for a key each time that `store`, which evicts, has to insert it again.
+
+    A table with room for everything then inserts as often as the one that evicts.
+    """
+    distinct = torch.cat(batches).unique()  # type: ignore[no-untyped-call]
+    alias, fresh, aliased = distinct.clone(), FIRST_ALIAS, []
+    for b, keys in enumerate(batches):
+        _, status = store.find_or_insert(keys, batch=b)
+        place = torch.searchsorted(distinct, keys)
+        inserted = place[status == KeyStatus.INSERTED.value]
+        alias[inserted] = torch.arange(fresh, fresh + inserted.numel())
+        fresh += inserted.numel()
+        aliased.append(alias[place])
+    return aliased
 
 
 def _batches_to_fill(make: Callable[[argparse.Namespace, int], list[Tensor]], parsed: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ struct EmbeddingStore::Departure {
   std::vector<std::int64_t> evicted;     // [tables] the others
   std::vector<Row> leaving;              // Grouped by index shard.
   std::vector<std::int64_t> shard_ends;  // [kNumShards + 1]
-  std::vector<std::uint32_t> numbers;    // Of the rows, for limbo.
+  std::vector<std::uint32_t> numbers;    // Of the rows, mostly ascending: for limbo.
 
   std::int64_t size_of(std::size_t table) const {
     return expired.empty() ? 0 : expired[table] + evicted[table];

@@ -38,9 +38,24 @@ class Scoring {
 
 void keep_lowest(std::vector<EvictionCandidate>* candidates, std::int64_t wanted) {
   if (wanted >= static_cast<std::int64_t>(candidates->size())) return;
-  const auto end = candidates->begin() + std::max<std::int64_t>(wanted, 0);
-  std::nth_element(candidates->begin(), end, candidates->end());
-  candidates->erase(end, candidates->end());
+  if (wanted <= 0) return candidates->clear();
+  std::vector<std::int64_t> firsts;
+  firsts.reserve(candidates->size());
+  for (const EvictionCandidate& candidate : *candidates) firsts.push_back(candidate.first);
+  std::nth_element(firsts.begin(), firsts.begin() + (wanted - 1), firsts.end());
+  const std::int64_t boundary = firsts[static_cast<std::size_t>(wanted - 1)];
+  std::vector<EvictionCandidate> ties;
+  std::int64_t below = 0;
+  for (const EvictionCandidate& candidate : *candidates) {
+    below += candidate.first < boundary;
+    if (candidate.first == boundary) ties.push_back(candidate);
+  }
+  const auto highest = ties.begin() + (wanted - below - 1);
+  std::nth_element(ties.begin(), highest, ties.end());
+  const EvictionCandidate last = *highest;
+  const auto stays = [&last](const EvictionCandidate& candidate) { return last < candidate; };
+  candidates->erase(std::remove_if(candidates->begin(), candidates->end(), stays),
+                    candidates->end());
 }
 
 std::int64_t ordered_bits(double score) {
@@ -71,12 +86,12 @@ EmbeddingStore::Departure EmbeddingStore::plan_departure(const std::vector<std::
   for (int s = 0; s < kNumShards; ++s) ends[s + 1] += ends[s];
   std::vector<std::int64_t> next(ends.begin(), ends.end() - 1);
   departure.leaving.resize(static_cast<std::size_t>(ends[kNumShards]));
-  departure.numbers.resize(departure.leaving.size());
+  departure.numbers.reserve(departure.leaving.size());
   for (std::size_t t = 0; t < tables_.size(); ++t) {
     for (const EvictionCandidate& leaving : rows[t]) {
       const auto at = static_cast<std::size_t>(next[shard_of(leaving.hash)]++);
       departure.leaving[at] = {leaving.hash, leaving.row, static_cast<std::int32_t>(t)};
-      departure.numbers[at] = leaving.row;
+      departure.numbers.push_back(leaving.row);
     }
   }
   return departure;
@@ -272,7 +287,10 @@ void EmbeddingStore::bring_back(const Limbo& limbo) {
 void EmbeddingStore::free_limbo(std::int64_t last_batch) {
   const auto settled = [&](const Limbo& limbo) {
     if (limbo.batch > last_batch) return false;
-    for (const std::uint32_t number : limbo.rows) *free_row_number(num_free_++) = number;
+    // The highest number first, so that rows are used again in the order in which they lie.
+    for (auto number = limbo.rows.rbegin(); number != limbo.rows.rend(); ++number) {
+      *free_row_number(num_free_++) = *number;
+    }
     return true;
   };
   limbo_.erase(std::remove_if(limbo_.begin(), limbo_.end(), settled), limbo_.end());

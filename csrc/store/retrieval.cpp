@@ -29,6 +29,8 @@ namespace {
 constexpr std::int64_t kKeysPerTask = 2048;
 // Keys between a request for a cache line and its use.
 constexpr std::int64_t kAhead = 16;
+constexpr std::uint32_t kRowsAhead = 4;
+constexpr std::int64_t kFloatsPerLine = 16;
 
 // Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
 // order: each thread visits the owners that fall to it. Negative owners are skipped.
@@ -330,8 +332,19 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
     }
     return first == i ? KeyStatus::kInserted : KeyStatus::kFound;
   };
+  // Rows that were used before lie anywhere.
+  const auto request_row = [&](std::uint32_t i) {
+    const std::uint32_t number = missing.rows[i];
+    if (number == kNoRow) return;
+    __builtin_prefetch(record(number), 1);
+    const std::int64_t last = std::min<std::int64_t>(row_floats_, 8 * kFloatsPerLine);
+    for (std::int64_t d = 0; d < last; d += kFloatsPerLine) {
+      __builtin_prefetch(row(number) + d, 1);
+    }
+  };
   parallel_ranges(missing.count(), kKeysPerTask / 8, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
+      if (i + kRowsAhead < end) request_row(i + kRowsAhead);
       const std::uint32_t number = missing.rows[missing.first[i]];
       const std::int64_t j = missing.positions[i];
       out.handles[j] = number == kNoRow ? -1 : std::int64_t{number};

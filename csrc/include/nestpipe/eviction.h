@@ -33,7 +33,7 @@ inline bool operator<(const EvictionCandidate& a, const EvictionCandidate& b) {
   return a.hash < b.hash;
 }
 
-// Keeps the `wanted` lowest candidates, in an order that is a function of the input's.
+// Keeps the `wanted` lowest candidates, in the order they are in.
 void keep_lowest(std::vector<EvictionCandidate>* candidates, std::int64_t wanted);
 
 // Integers in the order of the doubles, which are not NaN; -0 and +0 are equal.
