@@ -3,6 +3,11 @@
 A rule is asked about keys that have no row, in the order of the batch's distinct keys. It decides from what retrieval
 itself wrote (counts of earlier batches and of this one), never from row values, so every schedule decides alike. A key
 that is not admitted reads the table's default row in that batch, and its gradient is skipped.
+
+All keys of a batch are decided before any of them is counted. Keys that stay without a row, also those that are
+admitted but find no room, are then counted in order. A new row's frequency starts with the key's occurrences so far,
+those of its batch included; an exact count is forgotten then, so that an evicted key starts anew. A filter never
+forgets: a key that comes back after eviction has at least the count it had before its last admission.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ __all__ = ["CountingFilter", "MinFrequency", "Probability"]
 class CountingFilter:
     """Approximate counts in fixed memory: a counting Bloom filter, four 8-bit cells a key, the smallest is the count.
 
-    Counts are never too small; a key that shares all its cells with others may be admitted early.
+    Counting a key raises those of its cells that are below its new count. Counts are never too small; a key that
+    shares all its cells with others may be admitted early. Cells lie in blocks of at least 512, by virtual slice (bits
+    48-63 of the key's hash); a process has those of its own slices.
 
     Attributes:
         cells: bytes of the whole table's filter, over all ranks; 8 times the number of rare keys expected makes early

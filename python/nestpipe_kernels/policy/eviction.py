@@ -5,7 +5,8 @@ scores go, until the table with its new rows is at most `capacity * (1 - slack)`
 never go: rows of batch t itself, and rows last used by batch t-1. Equal scores go by the hash of the key, lowest first.
 If pinned rows leave too little room, the last of the new keys are refused. Scores come from metadata that retrieval
 alone writes (last_used, frequency), never from row values. Which rows go is a function of the table's keys and their
-metadata: nothing else is remembered, so a run that continues from a checkpoint evicts the same rows.
+metadata: nothing else is remembered, so a run that continues from a checkpoint evicts the same rows. Evicted keys are
+as if they had never had a row: their next one starts from initial values, without optimizer state, metadata or counts.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Score:
     Attributes:
         function: (keys, last_used, frequency, batch) -> score: int64 [n] each and an int, to float64 [n] (other
             float types are widened), larger for rows to keep. A function of its arguments alone, alike on all ranks.
-            NaN is an error. It runs on the retrieval lane's thread.
+            It gets the rows that may go (not pinned), by the hash of their keys; it must not use the store. NaN is an
+            error, and nothing changes then. It runs on the retrieval lane's thread.
         slack: part of the capacity that is freed at once, in [0, 0.5].
     """
 
