@@ -39,18 +39,10 @@ class Ours(nn.Module):
             for feature, mode in MODES.items()
         ]
         self.lookup = EmbeddingBagCollection(tables, seed=seed, process_group=communicator)
-        self.linear = short_top(seed)
+        self.linear = top((RULE, RULE), seed)
 
     def forward(self, batch: Any) -> tuple[Tensor, None]:
         return loss_of(self.linear, self.lookup(batch.sparse).values(), batch), None
-
-
-def short_top(seed: int) -> nn.Linear:
-    """The last columns of the dense layer of test_plain_pytorch: two tables and two dense features."""
-    linear = nn.Linear(2 * DIM + 2, 1)
-    linear.weight.data = top(seed).weight.data[:, -(2 * DIM + 2) :].clone()
-    linear.bias.data = torch.zeros(1)
-    return linear
 
 
 def ours(seed: int, data_type: DataType, world_size: int, micro_batches: int, stochastic: bool = False) -> list[Tensor]:
@@ -71,7 +63,7 @@ def plain(seed: int, data_type: DataType, world_size: int) -> list[Tensor]:
     bags = [
         nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=True, _weight=start[name].weight) for name, mode in MODES.items()
     ]
-    linear = short_top(seed)
+    linear = top((RULE, RULE), seed)
     rows = RULES[RULE][1](bag.weight for bag in bags)
     dense = torch.optim.SGD(linear.parameters(), lr=0.05)
 
