@@ -22,7 +22,7 @@ from noisy_training import (
 
 from nestpipe_kernels import checkpoint
 from nestpipe_kernels.data import SyntheticConfig, SyntheticDataset, batches
-from nestpipe_kernels.errors import CheckpointError
+from nestpipe_kernels.errors import CheckpointError, NonFiniteGradientError
 
 
 def losses_and_state(path, make_loader, through, schedule, epochs=2, save_at=None, load=False, **settings):
@@ -102,6 +102,37 @@ def test_batch_loader(tmp_path, save_at):
 def test_a_list_and_a_generator_function(tmp_path):
     made = [(torch.tensor([[k, k]] * BATCH), torch.rand(BATCH)) for k in range(6)]
     check(tmp_path, lambda: made, by_run)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_after_a_batch_that_was_refused(tmp_path, schedule):
+    """It counts as consumed and changed nothing; a checkpoint made then goes on behind it."""
+    chance = torch.Generator().manual_seed(1)
+    data = [(torch.randint(9, (BATCH, 2), generator=chance), torch.rand(BATCH, generator=chance)) for _ in range(6)]
+    data[2][1][1] = float("nan")
+
+    def train(load: bool) -> tuple[list[Any], Any]:
+        seed_all(1000 if load else 5)
+        run = start(schedule)
+        if load:
+            checkpoint.load(tmp_path, model=run.model, pipeline=run.pipeline)
+        found: list[Any] = []
+        iterator = iter(data)
+        with run.pipeline:
+            while True:
+                try:
+                    found.append(float(run.pipeline._step(iterator).loss))
+                except NonFiniteGradientError:
+                    found.append("refused")
+                    checkpoint.save(tmp_path, model=run.model, pipeline=run.pipeline)
+                except StopIteration:
+                    return found, run.state()
+
+    whole, state = train(load=False)
+    assert whole[2] == "refused" and len(whole) == 6
+    rest, after = train(load=True)
+    assert rest == whole[3:]
+    assert {name for name in state if state[name] != after[name]} == set()
 
 
 def test_between_epochs_a_new_epoch_starts(tmp_path):

@@ -170,3 +170,11 @@ def test_ranks_without_generators_and_without_a_position(tmp_path):
     first, second = on_all_ranks(scenario, "nested", tmp_path, load=True, start_epoch=True)
     assert (first.report.generators, first.report.data) == (False, "starts an epoch")
     assert len(first.outcome.losses[0]) == len(second.outcome.losses[0]) == 4 and first.step_count == 6
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_after_a_step_without_any_samples(tmp_path, schedule):
+    """A batch that is empty everywhere is a step like others."""
+    scenario = Scenario(world_size=1, batches=7, seed=2)
+    assert scenario.sizes(0)[1] == 0 and all(scenario.sizes(0)[2:])
+    check_resume(scenario, schedule, tmp_path, 2)

@@ -134,3 +134,56 @@ def test_open_data_errors(spec: str, message: str) -> None:
 def test_tables_cover_every_feature_once(data: type) -> None:
     features = [name for table in data.tables for name in table.feature_names]
     assert sorted(features) == sorted(data.feature_names)
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+def test_a_position_goes_on_at_any_world_size_and_batch_size(shuffle_seed) -> None:
+    """Two ranks draw two steps of the second epoch; then one rank, or three, give what is left of it, once each."""
+    ranks = [batches(Numbers(40), 4, rank, 2, epochs=2, shuffle_seed=shuffle_seed) for rank in range(2)]
+    running = [iter(loader) for loader in ranks]
+    drawn = [[next(iterator).sparse.values().tolist() for _ in range(7)] for iterator in running]
+    state = ranks[0].state_dict()
+    assert state == ranks[1].state_dict() == running[0].state_dict()
+    assert state == {"epoch": 1, "sample": 16, "samples": 40, "shuffle_seed": shuffle_seed}
+    seen = [key for per_rank in drawn for step in per_rank[5:] for key in step]
+    for world, size in ((1, 5), (3, 4), (2, 4)):
+        rest: list[int] = []
+        for rank in range(world):
+            loader = batches(Numbers(40), size, rank, world, epochs=2, shuffle_seed=shuffle_seed)
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+            rest += [key for step in keys(loader) for key in step]
+            assert len(keys(loader)) == len(loader)  # the next iteration starts again
+        assert sorted(seen + rest) == list(range(40))
+
+
+def test_an_iterator_has_a_position_of_its_own() -> None:
+    loader = batches(Numbers(6), 2)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    state = first.state_dict()
+    assert (state["sample"], second.state_dict()["sample"]) == (2, 0)
+    second.load_state_dict(state)
+    assert (
+        [b.sparse.values().tolist() for b in second] == [b.sparse.values().tolist() for b in first] == [[2, 3], [4, 5]]
+    )
+    assert first.state_dict() == {"epoch": 1, "sample": 0, "samples": 6, "shuffle_seed": None}
+    loader.load_state_dict(first.state_dict())
+    assert keys(loader) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"samples": 7}, "the state is of data with number of samples 7, this loader's is 6"),
+        ({"shuffle_seed": 1}, "the state is of data with shuffle_seed 1, this loader's is None"),
+        ({"epoch": -1}, "epoch and sample must be integers >= 0, got -1 and 0"),
+        ({"sample": 9}, "the state's sample 9 is beyond the 6 samples"),
+        ({"more": 1}, r"expected a state with \['epoch', 'sample', 'samples', 'shuffle_seed'\], got \['epoch', 'more'"),
+    ],
+)
+def test_states_that_do_not_fit(changed, message) -> None:
+    loader = batches(Numbers(6), 2)
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **changed})
+    assert keys(loader) == [[0, 1], [2, 3], [4, 5]]

@@ -142,7 +142,7 @@ def _position(who: Participants, loader: Any) -> dict[str, Any]:
         "trained": count,
         "modules": modules,
         "loader": record_without_pipeline(loader),
-        "generators": capture_random(who.generators),
+        "generators": capture_random(who.generators).tree(),
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..pipeline.random_state import numpy_state
+from ..pipeline.random_state import RandomState
 
 __all__ = ["check_random"]
 
@@ -21,13 +21,12 @@ def check_random(state: Any, path: str) -> None:
         CheckpointError: `state` is none that `capture_random` gives; names its path.
     """
     try:
-        torch.Generator().set_state(state["torch"])
-        python = state["python"]
-        random.Random().setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        values = numpy_state(state["numpy"])
-        if values["bit_generator"] == "MT19937":
-            np.random.RandomState().set_state(values)
-        for own in state["own"].values():
+        found = RandomState.from_tree(state)
+        torch.Generator().set_state(found.torch)
+        random.Random().setstate(found.python)
+        if found.numpy["bit_generator"] == "MT19937":
+            np.random.RandomState().set_state(found.numpy)
+        for own in found.own.values():
             if not isinstance(own, torch.Tensor):
                 raise TypeError(f"expected a tensor, got {type(own).__name__}")
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..pipeline.random_state import restore_random
+from ..pipeline.random_state import RandomState, restore_random
 from .dense import (
     DenseChange,
     buffers_of,
@@ -230,7 +230,7 @@ class Loading:
         if self._loader is not None and self._record["kind"] == "state":
             self._loader.load_state_dict(copy.deepcopy(self._record["state"]))
         if generators is not None:
-            restore_random(generators, who.generators)
+            restore_random(RandomState.from_tree(generators), who.generators)
 
 
 def _load_state(name: str, target: Any, state: Any) -> None:

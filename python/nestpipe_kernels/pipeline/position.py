@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..capture.modules import model_generators
 from ..errors import CheckpointError
 from ..stages.state import BatchState, Failure, Source
 from .fingerprint import fingerprint
-from .random_state import capture_random, loader_generators, restore_random
+from .random_state import RandomState, capture_random, loader_generators, restore_random
 
 __all__ = ["NOTHING_UNDER_WAY", "Origin", "Position", "has_state"]
 
@@ -41,13 +41,13 @@ class Redo:
 
     skip: int
     """Batches to draw and drop first, ..."""
-    skip_from: dict[str, Any] | None
+    skip_from: RandomState | None
     """... with the generators in these states."""
-    draw_from: dict[str, Any] | None
+    draw_from: RandomState | None
     """States from before the batch that was under way was drawn."""
     digest: str | None
     """That batch's fingerprint."""
-    after: dict[str, Any]
+    after: RandomState
     """States when the checkpoint was made."""
     all_after: bool
     """Go back to `after`, not to the states of this moment: the caller has called iter() since the load."""
@@ -58,7 +58,7 @@ class Origin:
     """What is noted about one iterator."""
 
     loader: Any = None
-    before: dict[str, Any] | None = None
+    before: RandomState | None = None
     """Generator states from before iter(loader), or from before the first next() where that is not known."""
     calls: int = 0
     """Batches handed out (or errors raised) so far."""
@@ -75,7 +75,7 @@ class _Plan:
     """A position that was loaded and waits for the loader."""
 
     record: dict[str, Any]
-    after: dict[str, Any]
+    after: RandomState
     positioned: Any = None
     """The loader that has been given its state already."""
 
@@ -236,20 +236,20 @@ class Position:
             return
         origin.record = self._note(source, own)
         yield
-        origin.calls += not source.exhausted
+        origin.calls += 1
         if redo is not None and now is not None and redo.draw_from is not None:
             restore_random(now, own)
             self._compare(redo, origin, batch, rank)
 
-    def _prepare(self, redo: Redo, source: Source, own: Mapping[str, torch.Generator]) -> dict[str, Any]:
+    def _prepare(self, redo: Redo, source: Source, own: Mapping[str, torch.Generator]) -> RandomState:
         """Draw and drop what was consumed; then the states from before the batch that was under way.
 
         Returns:
             The states to go on with after that batch.
         """
         origin: Origin = source.position
-        now = {**redo.after} if redo.all_after else capture_random(own)
-        now["own"] = {**now["own"], **{n: s for n, s in redo.after["own"].items() if n.startswith("loader")}}
+        now = replace(redo.after) if redo.all_after else capture_random(own)
+        now.own = {**now.own, **{n: s for n, s in redo.after.own.items() if n.startswith("loader")}}
         if redo.skip_from is not None:
             restore_random(redo.skip_from, own)
         for done in range(redo.skip):
@@ -314,10 +314,11 @@ class Position:
         plan = self._plan
         if plan is not None:
             now = capture_random(self.generators(plan.positioned))
-            return {"loader": plan.record, "generators": {**now, "own": {**plan.after["own"], **now["own"]}}}
+            now.own = {**plan.after.own, **now.own}
+            return {"loader": _without_states(plan.record), "generators": now.tree()}
         if self.current is None:
             known = loader if loader is not None else self._loader
-            return {"loader": dict(NOTHING_UNDER_WAY), "generators": capture_random(self.generators(known))}
+            return {"loader": dict(NOTHING_UNDER_WAY), "generators": capture_random(self.generators(known)).tree()}
         origin: Origin = self.current.position
         if loader is not None:
             if origin.loader is None:
@@ -335,7 +336,10 @@ class Position:
             assert origin.record is not None
             digest = fingerprint(pending.raw) if pending.has_batch and pending.raw is not None else None
             record = {**origin.record, "in_flight": True, "fingerprint": digest}
-        return {"loader": record, "generators": capture_random(self.generators(origin.loader))}
+        return {
+            "loader": _without_states(record),
+            "generators": capture_random(self.generators(origin.loader)).tree(),
+        }
 
     def load(self, record: dict[str, Any], generators: dict[str, Any] | None, loader: Any) -> None:
         """Continue from a saved position with the first training iterator from now on.
@@ -353,10 +357,12 @@ class Position:
         if loader is not None:
             self._loader = self._declared = loader
         own = self.generators(loader)
-        if generators is not None:
-            restore_random(generators, own)
-        if record["kind"] != "none" or generators is not None:
-            self._plan = _Plan(record, generators if generators is not None else capture_random(own), positioned)
+        states = None if generators is None else RandomState.from_tree(generators)
+        if states is not None:
+            restore_random(states, own)
+        if record["kind"] != "none" or states is not None:
+            after = states if states is not None else capture_random(own)
+            self._plan = _Plan(_with_states(record), after, positioned)
 
 
 def loader_record(loader: Any) -> dict[str, Any]:
@@ -388,7 +394,7 @@ def load_loader_state(loader: Any, record: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _redo(record: Mapping[str, Any], after: dict[str, Any], opened: dict[str, Any] | None, *, all_after: bool) -> Redo:
+def _redo(record: Mapping[str, Any], after: RandomState, opened: RandomState | None, *, all_after: bool) -> Redo:
     counted = record["kind"] == "count"
     in_flight = bool(record.get("in_flight"))
     return Redo(
@@ -399,6 +405,19 @@ def _redo(record: Mapping[str, Any], after: dict[str, Any], opened: dict[str, An
         after=after,
         all_after=all_after,
     )
+
+
+_STATES = ("before", "before_draw")
+"""Fields of a record that are states of generators."""
+
+
+def _without_states(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tree() if isinstance(value, RandomState) else value for key, value in record.items()}
+
+
+def _with_states(record: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: record[key] for key in _STATES if record.get(key) is not None}
+    return {**record, **{key: RandomState.from_tree(value) for key, value in known.items()}}
 
 
 def _loaders_only(own: Mapping[str, torch.Generator]) -> dict[str, torch.Generator]:

@@ -4,44 +4,69 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["capture_random", "loader_generators", "numpy_state", "restore_random"]
+__all__ = ["RandomState", "capture_random", "loader_generators", "restore_random"]
 
 
-def capture_random(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """States of torch's default generator, `random`, numpy's global one, CUDA's if in use, and those of `own`.
+@dataclass
+class RandomState:
+    """States of the process's generators and of named ones, as their libraries give them: cheap to take."""
 
-    Returns:
-        A tree of plain values and tensors: uint8 [bytes] for torch, int64 [n] for the others.
-    """
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": _without_arrays(np.random.get_state(legacy=False)),
-        "own": {key: generator.get_state() for key, generator in own.items()},
-    }
+    torch: Tensor
+    python: Any
+    numpy: Any
+    own: dict[str, Tensor]
+    cuda: list[Tensor] | None = None
+
+    def tree(self) -> dict[str, Any]:
+        """For checkpoints: plain values and tensors, uint8 [bytes] for torch, int64 [n] for the others."""
+        version, words, gauss = self.python
+        found: dict[str, Any] = {
+            "torch": self.torch,
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "numpy": _without_arrays(self.numpy),
+            "own": self.own,
+        }
+        return found if self.cuda is None else {**found, "cuda": self.cuda}
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> RandomState:
+        """What `tree` gave; raises whatever a tree of another form leads to."""
+        python = tree["python"]
+        state = (python["version"], tuple(python["words"].tolist()), python["gauss"])
+        return RandomState(tree["torch"], state, _with_arrays(tree["numpy"]), dict(tree["own"]), tree.get("cuda"))
+
+
+def capture_random(own: Mapping[str, torch.Generator]) -> RandomState:
+    """States of torch's default generator, `random`, numpy's global one, CUDA's if in use, and those of `own`."""
+    state = RandomState(
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(legacy=False),
+        {key: generator.get_state() for key, generator in own.items()},
+    )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
+        state.cuda = list(torch.cuda.get_rng_state_all())
     return state
 
 
-def restore_random(state: Mapping[str, Any], own: Mapping[str, torch.Generator], *, defaults: bool = True) -> None:
+def restore_random(state: RandomState, own: Mapping[str, torch.Generator], *, defaults: bool = True) -> None:
     """Put states back: the process's generators (unless `defaults` is False) and those of `own` that `state` knows."""
     if defaults:
-        torch.set_rng_state(state["torch"])
-        python = state["python"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        np.random.set_state(numpy_state(state["numpy"]))
-        if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        torch.set_rng_state(state.torch)
+        random.setstate(state.python)
+        np.random.set_state(state.numpy)
+        if state.cuda is not None and torch.cuda.is_available() and len(state.cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state.cuda)
     for name, generator in own.items():
-        if name in state["own"]:
-            generator.set_state(state["own"][name])
+        if name in state.own:
+            generator.set_state(state.own[name])
 
 
 def _without_arrays(value: Any) -> Any:
@@ -54,12 +79,11 @@ def _without_arrays(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def numpy_state(value: Any) -> Any:
-    """numpy's own form of a captured state."""
+def _with_arrays(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"dtype", "words"}:
         words = value["words"].numpy()
         return words.view(value["dtype"]) if np.dtype(value["dtype"]).itemsize == 8 else words.astype(value["dtype"])
-    return {key: numpy_state(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: _with_arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def loader_generators(loader: Any) -> dict[str, torch.Generator]:

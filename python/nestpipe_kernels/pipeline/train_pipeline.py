@@ -485,7 +485,7 @@ class NestedPipeline:
             pending = source.drawn
         return {
             "step_count": self.rank.step_count,
-            "trained": self._trained if pending is None else pending.clock,
+            "trained": self._trained,
             **self._position.save(pending if source is not None else None, loader),
         }
 
