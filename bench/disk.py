@@ -12,6 +12,8 @@ __all__ = ["copy_files", "drop_from_cache", "read_files", "write_files"]
 
 BLOCK = 4 << 20
 """Bytes of one call; larger ones are not faster."""
+SMALL = 1 << 20
+"""Bytes below which a file's place does not matter; systems keep small ones although asked to forget them."""
 SAMPLES = 16
 """Places of a file at which it is asked whether it is still in memory."""
 
@@ -71,7 +73,7 @@ def drop_from_cache(paths: Iterable[Path]) -> bool | None:
     """Ask the system to forget files that are on the disk already, so that the next read comes from there.
 
     Returns:
-        Whether it did; None where that cannot be found out. The disk's own memory, or a virtual machine's host, may
+        Whether it did, files below 1 MiB apart; None where that cannot be found out. The disk's own memory, or a virtual machine's host, may
         still hold them: compare with `read_files` of files that were treated alike.
     """
     verdicts = [_drop(path) for path in paths]
@@ -92,8 +94,10 @@ def _drop(path: Path) -> bool | None:
 
 def _is_cold(descriptor: int, size: int) -> bool | None:
     """A read that must not wait for the disk fails where there is nothing in memory."""
-    if not hasattr(os, "RWF_NOWAIT") or size == 0:
-        return None if size else True
+    if size < SMALL:
+        return True
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
     probe = bytearray(1)
     for sample in range(SAMPLES):
         try:

@@ -67,7 +67,7 @@ def test_plain_files(tmp_path, size: int) -> None:
 
 def test_a_warm_cache_is_told(tmp_path, monkeypatch) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"x" * 100)
+    path.write_bytes(b"x" * disk.SMALL)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: None, raising=False)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     for error, verdict in ((None, False), (BlockingIOError(), True), (OSError(errno.EOPNOTSUPP, "x"), None)):
