@@ -73,8 +73,8 @@ def drop_from_cache(paths: Iterable[Path]) -> bool | None:
     """Ask the system to forget files that are on the disk already, so that the next read comes from there.
 
     Returns:
-        Whether it did, files below 1 MiB apart; None where that cannot be found out. The disk's own memory, or a virtual machine's host, may
-        still hold them: compare with `read_files` of files that were treated alike.
+        Whether it did, files below 1 MiB apart; None where that cannot be found out. The disk's own memory, or a
+        virtual machine's host, may still hold them: compare with `read_files` of files that were treated alike.
     """
     verdicts = [_drop(path) for path in paths]
     return False if False in verdicts else (None if None in verdicts else True)
