@@ -67,10 +67,10 @@ class RowParts:
 
 def row_parts(store: RowStore) -> RowParts:
     """The parts of a store's rows."""
-    data_type = getattr(store, "data_type", None)
-    storage = torch.float32 if data_type is None else DTYPES[STORAGE_TYPES[data_type.value]]
-    words = int(getattr(store, "embedding_words", store.dim))
-    return RowParts(store.dim, storage, words, tuple(store.optimizer.slots(store.dim)), store.row_floats)
+    storage = store.data_type.torch_dtype
+    return RowParts(
+        store.dim, storage, store.embedding_words, tuple(store.optimizer.slots(store.dim)), store.row_floats
+    )
 
 
 def table_record(store: RowStore, table: int, name: str) -> TableRecord:
