@@ -122,7 +122,7 @@ Contents contents_of(const EmbeddingStore& store) {
       rows[keys[j]] = {handles[j], last_used[j], frequency[j], {from, from + store.dim()}};
     }
     all.rows.push_back(std::move(rows));
-    const CountsState state = store.admission_state(t);
+    const CountsState state = store.admission_state(t, 0, kNumShards);
     std::map<std::int64_t, std::int64_t> counts;
     for (std::size_t i = 0; i < state.keys.size(); ++i) {
       counts[state.keys[i]] = state.counts.empty() ? 0 : state.counts[i];
