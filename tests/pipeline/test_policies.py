@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from pairwise import pairwise_cover
-from policy_cases import ADMISSION, EVICTION, bounded
-from test_exactness import OPTIMIZERS
+from policy_cases import ADMISSION, EVICTION, bounded, bounded_tables
+from test_exactness import OPTIMIZERS, STORAGE, stored
 
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.testing.explorer import Orders, Outcome, explore
@@ -27,14 +27,14 @@ FACTORS = {
     "row_transfer": ["once", "per_micro_batch"],
     "clustering": ["none", "key"],
     "capacity": [5, 8, 15],
+    "storage": list(STORAGE),
 }
 
 
 def make(case: dict[str, Any], seed: int) -> Scenario:
+    tables = bounded_tables(case["admission"], case["eviction"], case["capacity"])
     return bounded(
-        case["admission"],
-        case["eviction"],
-        case["capacity"],
+        tables=stored(tables, case["storage"]),
         optimizer=OPTIMIZERS[case["optimizer"]],
         world_size=case["world_size"],
         micro_batches=case["micro_batches"],

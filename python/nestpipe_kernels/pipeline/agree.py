@@ -35,6 +35,8 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
             repr(t.init),
             t.seed,
             t.trainable,
+            b.store.data_type.value,
+            b.store.stochastic_rounding,
             repr(t.admission),
             repr(t.eviction),
             repr(t.default),
