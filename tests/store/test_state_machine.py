@@ -18,11 +18,12 @@ from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.rows import all_targets, load_tables, save_tables
 from nestpipe_kernels.comm import LocalCommunicator
 from nestpipe_kernels.init import Constant, Uniform
+from nestpipe_kernels.ops.row_storage import RowStorage
 from nestpipe_kernels.ops.row_update import reference as updating
 from nestpipe_kernels.policy import LFU, LRU, TTL, CountingFilter, MinFrequency
 from nestpipe_kernels.store import EmbeddingStore, RowMetadata
 from nestpipe_kernels.testing.policy_model import TableModel
-from nestpipe_kernels.types import UNBOUNDED, KeyStatus, TableSpec
+from nestpipe_kernels.types import UNBOUNDED, DataType, KeyStatus, TableSpec
 
 DIM = 3
 START = Uniform(-1.0, 1.0)
@@ -126,7 +127,7 @@ class Machine(RuleBasedStateMachine):
             if (table, key) in self.values:
                 total = grads[[k for k, other in enumerate(keys) if other == key]].sum(0, keepdim=True)
                 row = self.values[table, key].clone().view(1, -1)
-                updating.row_update(row, total, RULE, self.step, RULE.lr, None)
+                updating.row_update(row, total, RULE, self.step, RULE.lr, None, RowStorage(DataType.FP32))
                 self.values[table, key] = row[0]
 
     @rule(keys=some_keys, table=st.sampled_from(NUMBERS))
