@@ -7,7 +7,7 @@ from resume_cases import SCHEDULES, check_resume
 
 from nestpipe_kernels import init, optim, policy
 from nestpipe_kernels.testing.scenario import Scenario, TableChoice
-from nestpipe_kernels.types import PoolingType
+from nestpipe_kernels.types import DataType, PoolingType
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -37,4 +37,18 @@ def test_resume_with_admission_and_eviction(tmp_path, schedule, admission, evict
         TableChoice("item", 4, ("item", "history"), PoolingType.MEAN, default_row=init.Constant(0.25), **rules),
     )
     scenario = Scenario(world_size=2, batches=7, tables=tables, num_keys=30, samples=7, seed=6)
+    check_resume(scenario, schedule, tmp_path, 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("data_type", "stochastic"), [(DataType.BF16, True), (DataType.FP16, False)])
+def test_resume_with_half_precision_rows_that_come_and_go(tmp_path, schedule, data_type, stochastic):
+    """Stochastic rounding depends on the step, which goes on; an odd dim leaves half a word unused."""
+    kind = {"data_type": data_type, "stochastic_rounding": stochastic}
+    tables = (
+        TableChoice("user", 3, ("user",), capacity=9, eviction=policy.LRU(), **kind),
+        TableChoice("item", 4, ("item", "history"), PoolingType.MEAN, **kind),
+    )
+    optimizer = optim.Adam(lr=0.05)
+    scenario = Scenario(world_size=2, batches=6, tables=tables, num_keys=20, optimizer=optimizer, seed=6)
     check_resume(scenario, schedule, tmp_path, 3)
