@@ -122,6 +122,19 @@ def test_optimizers_that_cannot_step_alone_are_refused():
         NestedPipeline(model, [torch.optim.SGD(model.parameters(), lr=0.1)], config=CONFIG)
 
 
+def test_an_optimizer_with_a_scheduler_is_taken():
+    """Schedulers replace its step() by a function that claims to need self."""
+    model = Recommender()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with NestedPipeline(model, optimizer, config=CONFIG) as pipeline:
+        assert pipeline.rank.dense_optimizer is optimizer
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    torch.optim.lr_scheduler.StepLR(lbfgs, 1)
+    with pytest.raises(TypeError, match=r"LBFGS.step\(\) needs closure;"):
+        NestedPipeline(model, lbfgs, config=CONFIG)
+
+
 def test_buffers_of_any_kind_are_shared():
     def body(rank, communicator):
         model = Recommender(communicator)

@@ -51,6 +51,9 @@ def check_optimizer(optimizer: Any) -> None:
             "row optimizers belong to the embedding modules; for several dense ones pass an object whose step() calls "
             "theirs"
         )
+    if getattr(step, "_wrapped_by_lr_sched", False) and hasattr(step, "__wrapped__"):
+        # torch's schedulers put a plain function into the optimizer, whose signature claims to need self
+        step = step.__wrapped__.__get__(optimizer)
     try:
         wanted = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # written in C: the first step will tell
