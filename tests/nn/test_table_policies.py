@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 from nestpipe_kernels import init, optim, policy
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
+from nestpipe_kernels.store import EmbeddingStore
 
 
 def _config(**settings: Any) -> EmbeddingBagConfig:
@@ -84,22 +85,31 @@ def test_an_eviction_by_age_alone_needs_no_capacity() -> None:
     assert _capacity(_config(eviction=policy.TTL(5), trainable=False)) is None
 
 
+def _bytes_per_row(rule: object) -> int:
+    """A row of its store, with metadata and index."""
+    row_floats = EmbeddingBagCollection([_config()], optimizer=rule).row_stores()[0].row_floats
+    return row_floats * 4 + 40 + 24
+
+
 def test_capacity_in_bytes_counts_whole_rows() -> None:
-    ebc = EmbeddingBagCollection([_config()], optimizer=optim.Adam())
-    row_bytes = ebc.row_stores()[0].row_floats * 4
-    assert row_bytes >= 4 * (4 + 8 + 1)
-    for given, rows in ((row_bytes, 1), (3 * row_bytes - 1, 2), (3 * row_bytes, 3)):
+    each = _bytes_per_row(optim.Adam())
+    assert each >= 4 * (4 + 8 + 1) + 64
+    for given, rows in ((each, 1), (3 * each - 1, 2), (3 * each, 3)):
         assert _capacity(_config(capacity_bytes=given), rule=optim.Adam()) == rows
-    with pytest.raises(
-        ValueError, match=f"table 't': capacity_bytes {row_bytes - 1} holds no row: a row .* takes {row_bytes} bytes"
-    ):
-        _capacity(_config(capacity_bytes=row_bytes - 1), rule=optim.Adam())
+    with pytest.raises(ValueError, match=f"table 't': capacity_bytes {each - 1} holds no row: one takes {each} bytes"):
+        _capacity(_config(capacity_bytes=each - 1), rule=optim.Adam())
+
+
+def test_capacity_in_bytes_counts_what_eviction_holds_back_as_a_single_table_does() -> None:
+    given = 1000 * _bytes_per_row(optim.Adam())
+    config = _config(capacity_bytes=given, eviction=policy.LRU(0.25))
+    store = EmbeddingStore(name="t", dim=4, optimizer=optim.Adam(), capacity_bytes=given, eviction=policy.LRU(0.25))
+    assert _capacity(config, rule=optim.Adam()) == store.tables[0].capacity == 800
 
 
 @pytest.mark.parametrize("unit", [1, None])
 def test_quotas_of_the_ranks_sum_to_the_capacity(unit: int | None) -> None:
-    row_bytes = EmbeddingBagCollection([_config()], optimizer=optim.Adagrad()).row_stores()[0].row_floats * 4
-    config = _config(capacity=8) if unit else _config(capacity_bytes=8 * row_bytes + 1)
+    config = _config(capacity=8) if unit else _config(capacity_bytes=8 * _bytes_per_row(optim.Adagrad()) + 1)
     assert run_ranks(3, lambda communicator: _capacity(config, communicator)) == [3, 3, 2]
 
 

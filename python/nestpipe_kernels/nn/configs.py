@@ -37,8 +37,8 @@ class TableConfig:
         optimizer: update rule of the rows; default the collection's.
         init: an `nk.init` object, in place of the weight_init bounds and init_fn.
         capacity: most rows the table may have over all ranks; default no limit. Each rank has a fixed share of it.
-        capacity_bytes: the same in bytes of rows (embedding, optimizer state and padding: `row_floats` * 4 of the
-            table's store); index and metadata, some 40 bytes a row, come on top. Not together with `capacity`.
+        capacity_bytes: the same in bytes over all ranks: rows with optimizer state, metadata (40 bytes), index (24
+            bytes) and what eviction's `slack` holds back. Not together with `capacity`.
         admission: an `nk.policy` rule: which new keys get a row. Default: all.
         eviction: an `nk.policy` rule: which rows go to make room. Needs a capacity (TTL does not). Default: none go,
             and a batch with more new keys than there is room for is an error; with an admission or eviction rule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nestpipe_kernels.policy import LFU, LRU, TTL, MinFrequency, Probability, Score
+from nestpipe_kernels.store.policies import rows_in_bytes
 
 if TYPE_CHECKING:
     from nestpipe_kernels.nn.configs import TableConfig
@@ -70,10 +71,5 @@ def rows_within(config: TableConfig, row_bytes: int) -> int | None:
     """
     if config.capacity_bytes is None:
         return config.capacity
-    rows = config.capacity_bytes // row_bytes
-    if not rows:
-        raise ValueError(
-            f"table {config.name!r}: capacity_bytes {config.capacity_bytes} holds no row: a row of this table takes "
-            f"{row_bytes} bytes with its optimizer state"
-        )
-    return rows
+    slack = getattr(config.eviction, "slack", 0.0)
+    return rows_in_bytes(config.capacity_bytes, row_bytes, slack, f"table {config.name!r}")

@@ -19,7 +19,7 @@ from .checks import check_bounds, check_spec, check_storage, check_tensor, key_v
 from .counts import counts_of, load_counts
 from .given_values import GivenValues
 from .gradients import apply_gradients
-from .policies import check_policies, has_policy, native_admission, native_eviction, rows_within, score_caller
+from .policies import check_policies, has_policy, native_admission, native_eviction, rows_in_bytes, score_caller
 
 __all__ = ["EmbeddingStore", "RowMetadata"]
 
@@ -110,7 +110,7 @@ class EmbeddingStore:
             assert name is not None
             if capacity_bytes is not None:
                 row_bytes = 4 * core().row_floats(embedding_words(dim, data_type), optimizer.state_floats(dim))
-                capacity = rows_within(capacity_bytes, row_bytes, getattr(eviction, "slack", 0.0))
+                capacity = rows_in_bytes(capacity_bytes, row_bytes, getattr(eviction, "slack", 0.0))
             tables = [
                 TableSpec(
                     name, num_embeddings, init, seed, capacity, admission=admission, eviction=eviction, default=default

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..policy import LFU, LRU, TTL, MinFrequency, Probability, Score
 from ..types import TableSpec
 
-__all__ = ["check_policies", "has_policy", "native_admission", "native_eviction", "rows_within", "score_caller"]
+__all__ = ["check_policies", "has_policy", "native_admission", "native_eviction", "rows_in_bytes", "score_caller"]
 
 SEED_MASK = (1 << 64) - 1
 RECORD_BYTES = 40
@@ -51,18 +51,20 @@ def has_policy(spec: TableSpec) -> bool:
     return spec.admission is not None or spec.eviction is not None
 
 
-def rows_within(capacity_bytes: int, row_bytes: int, slack: float) -> int:
+def rows_in_bytes(capacity_bytes: int, row_bytes: int, slack: float, where: str = "store") -> int:
     """Rows of `row_bytes` each that fit with records, index, and the rows in limbo of one round of eviction.
 
     Raises:
         ValueError: not an integer, or too small for a single row.
     """
     if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
-        raise TypeError(f"store: capacity_bytes must be an integer, got {capacity_bytes!r}")
+        raise TypeError(f"{where}: capacity_bytes must be an integer, got {capacity_bytes!r}")
     each = row_bytes + RECORD_BYTES + INDEX_BYTES
     rows = int(capacity_bytes / (each * (1.0 + slack)))
     if rows < 1:
-        raise ValueError(f"store: capacity_bytes {capacity_bytes} holds no row: one takes {each} bytes with its index")
+        raise ValueError(
+            f"{where}: capacity_bytes {capacity_bytes} holds no row: one takes {each} bytes with its index"
+        )
     return rows
 
 
