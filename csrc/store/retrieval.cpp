@@ -32,6 +32,12 @@ constexpr std::int64_t kAhead = 16;
 constexpr std::uint32_t kRowsAhead = 4;
 constexpr std::int64_t kFloatsPerLine = 16;
 
+// Of numbers that are not negative, at most the largest there is: occurrences never wrap around.
+std::int64_t sum_of(std::int64_t a, std::int64_t b) {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
+  return a > kLargest - b ? kLargest : a + b;
+}
+
 // Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
 // order: each thread visits the owners that fall to it. Negative owners are skipped.
 // prefetch(owner[j]) comes some visits earlier.
@@ -145,7 +151,7 @@ void EmbeddingStore::use_found(const RetrievalSpan& out, std::int64_t size,
     journal.last_used[j] = used->last_used;
     journal.frequency[j] = used->frequency;
     if (batch >= 0) set_last_used(out.handles[j], batch);
-    used->frequency += counts == nullptr ? 1 : counts[j];
+    used->frequency = sum_of(used->frequency, counts == nullptr ? 1 : counts[j]);
   });
 }
 
@@ -186,8 +192,8 @@ void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
   missing->admitted.assign(count, 1);
   missing->num_new.assign(tables_.size(), 0);
   for (std::uint32_t i = 0; i < count; ++i) {
-    missing->occurrences[missing->first[i]] +=
-        counts == nullptr ? 1 : counts[missing->positions[i]];
+    std::int64_t& sum = missing->occurrences[missing->first[i]];
+    sum = sum_of(sum, counts == nullptr ? 1 : counts[missing->positions[i]]);
   }
   const auto has_rule = [](const std::unique_ptr<Table>& table) {
     return table->config.admission.kind != AdmissionKind::kAll;
@@ -200,7 +206,7 @@ void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
         const AdmissionCounts& known = tables_[missing->table(i)]->counts;
         missing->before[i] = known.count(missing->hashes[i], missing->key(i));
         missing->admitted[i] =
-            known.admits(missing->hashes[i], missing->before[i] + missing->occurrences[i]);
+            known.admits(missing->hashes[i], sum_of(missing->before[i], missing->occurrences[i]));
       }
     });
   }
@@ -354,7 +360,7 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
       const std::int64_t before = missing.before.empty() ? 0 : missing.before[i];
       initial_row(missing.table(i), missing.key(i), row(number));
       *record(number) = Record{missing.key(i), std::max<std::int64_t>(batch, -1),
-                               before + missing.occurrences[i], missing.table(i), 0};
+                               sum_of(before, missing.occurrences[i]), missing.table(i), 0};
       *age(number) = age_of(batch);
     }
   });

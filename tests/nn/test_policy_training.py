@@ -133,6 +133,48 @@ def test_fault_31_without_a_rule_a_full_table_raises() -> None:
     assert _keys(ebc) == {1, 2}
 
 
+def _no_sixes(keys: Tensor, dim: int, seed: int) -> Tensor:
+    if bool((keys == 6).any()):
+        raise RuntimeError("no values for 6")
+    return keys[:, None].to(torch.float32).expand(-1, dim)
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"capacity": 3}, StoreFullError),
+        ({"capacity": 3, "eviction": policy.LRU(), "default_row": init.Custom(_no_sixes)}, RuntimeError),
+        ({"capacity": 4, "eviction": policy.LRU(), "init": init.Custom(_no_sixes)}, RuntimeError),
+        ({"capacity": 4, "eviction": policy.Score(lambda *_: torch.ones(9))}, ValueError),
+    ],
+)
+def test_a_forward_that_fails_leaves_the_stores_as_they_were(settings: dict[str, Any], error: type[Exception]) -> None:
+    """Also the stores whose part of it was done: `first` has another dim, so another store."""
+    first = EmbeddingBagConfig(UNBOUNDED, 2, "first", feature_names=["f"], capacity=4, eviction=policy.LRU())
+    table = EmbeddingBagConfig(UNBOUNDED, 3, "t", **settings)
+    ebc = EmbeddingBagCollection([first, table], optimizer=optim.Adagrad(lr=0.1))
+
+    def forward(*keys: int) -> Tensor:
+        lengths = torch.ones(2 * len(keys), dtype=torch.int64)
+        features = KeyedJaggedTensor(["f", "t"], torch.tensor(keys + keys), lengths=lengths)
+        return ebc(features).values()
+
+    def state() -> list[Any]:
+        rows: dict[tuple[str, int], bytes] = {}
+        for store in ebc.row_stores():
+            read_store(store, rows, {})
+        return [rows, [(read_policies(store), store.last_batch) for store in ebc.row_stores()]]
+
+    forward(1, 2).sum().backward()
+    forward(3).sum().backward()
+    before = state()
+    with pytest.raises(error):
+        forward(3, 4, 5, 6)
+    assert state() == before
+    forward(3).sum().backward()
+    assert set(ebc.store("first").keys().tolist()) == {1, 2, 3}
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_changes_nothing_and_reads_default_rows(training: bool) -> None:
     ebc = _module(capacity=3, eviction=policy.LRU(), default_row=init.Constant(-1.0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stores import EXTREMES, StateOf
+from stores import EXTREMES, StateOf, item_store, keys_of, table_zero
 
 from nestpipe_kernels._native import core
 from nestpipe_kernels.policy import LFU, LRU, TTL, CountingFilter, MinFrequency, Probability, Score
@@ -160,3 +161,28 @@ def test_a_store_that_was_loaded_decides_as_the_one_that_was_saved(admission, ev
             counts = {name: value.tolist() for name, value in one.admission_state(0).items()}
             seen.append((retrieval.status.tolist(), gone[0].tolist(), found, counts, one.counters(0)))
         assert seen[0] == seen[-1]
+
+
+@pytest.mark.parametrize("admission", [None, MinFrequency(3)])
+def test_occurrences_stop_at_the_largest_integer(admission):
+    """Wrapped around, the most frequent row would be the first to go, and the most frequent key would never get one."""
+    store = item_store(capacity=2, eviction=LFU(0.0), admission=admission)
+    keys, largest = keys_of(7, 7, 8), 2**63 - 1
+    for batch, counts in enumerate([(largest, largest, 5), (1, largest, 1)]):
+        store.retrieve(keys, table_zero(keys), torch.tensor(counts), batch)
+    assert store.metadata(keys_of(7, 8)).frequency.tolist() == [largest, 6]
+    store.retrieve(keys_of(9), table_zero(keys_of(9)), torch.tensor([9]), 4)
+    assert sorted(store.keys().tolist()) == [7, 9]
+
+
+def test_counts_and_batches_out_of_range_are_refused():
+    store, keys = item_store(capacity=2, eviction=LFU()), keys_of(1, 2)
+    with pytest.raises(ValueError, match=r"retrieve: counts must be >= 0, got -3 at position 1"):
+        store.retrieve(keys, table_zero(keys), torch.tensor([1, -3]), 0)
+    for batch in (-2, 2**62 + 1, 2**64):
+        with pytest.raises(ValueError, match=rf"retrieve: batch must be an index in \[0, 2\^62\], or .* got {batch}"):
+            store.find_or_insert(keys, batch=batch)
+    for kind in (1.0, True, "1"):
+        with pytest.raises(TypeError, match=rf"retrieve: batch must be an integer, got {kind!r}"):
+            store.find_or_insert(keys, batch=kind)
+    assert len(store) == 0

@@ -118,6 +118,7 @@ def test_settings_that_no_table_can_have():
             TypeError,
             r"score function of table 'item' must return .* got list; nothing",
         ),
+        (lambda n: torch.zeros(n).to_sparse(), TypeError, r"float64 \[2\], got sparse_coo; nothing was changed"),
         (lambda n: 1 // 0, ZeroDivisionError, "by zero"),
     ],
 )

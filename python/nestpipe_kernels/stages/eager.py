@@ -6,7 +6,8 @@ module advances with every such update. Collectives happen in call order, so eve
 empty inputs if it has no data.
 
 Admission and eviction: all forwards since the last update are one batch, so a row that one of them looked up stays
-until the update is done. The update reaches the keys that have a row by then.
+until the update is done. The update reaches the keys that have a row by then. A forward that fails leaves the stores as
+they were; one whose backward fails does not: its rows stay, not updated.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class EagerContext:
         retrieval.gather_all(self._rank, batch, 0)
         window.send_rows(self._rank, batch, 0)
         window.land_rows(self._rank, batch, 0)
+        if training and batch.failure is not None:
+            retrieval.undo_retrieval(self._rank, batch)
         self._raise_own(batch)
         self._calls += 1
         order = self._calls

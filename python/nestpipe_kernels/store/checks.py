@@ -9,7 +9,18 @@ from torch import Tensor
 
 from ..types import UNBOUNDED, DataType, TableSpec
 
-__all__ = ["check_bounds", "check_spec", "check_storage", "check_tensor", "key_vector"]
+__all__ = [
+    "check_batch",
+    "check_bounds",
+    "check_counts",
+    "check_spec",
+    "check_storage",
+    "check_tensor",
+    "key_vector",
+]
+
+MAX_BATCH = 1 << 62
+"""Ages and the next index stay far from overflow."""
 
 
 def key_vector(operation: str, keys: Tensor) -> Tensor:
@@ -61,6 +72,22 @@ def check_bounds(operation: str, keys: Tensor, spec: TableSpec) -> None:
         f"{operation}: key {int(keys[position])} at position {position} is outside [0, {spec.num_embeddings}) of table "
         f"{spec.name!r}: map ids into the range, or make the table open with num_embeddings=UNBOUNDED"
     )
+
+
+def check_batch(batch: int) -> None:
+    """Raises TypeError or ValueError for an index that no batch can have."""
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        raise TypeError(f"retrieve: batch must be an integer, got {batch!r}")
+    if not -1 <= batch <= MAX_BATCH:
+        raise ValueError(f"retrieve: batch must be an index in [0, 2^62], or -1 for none, got {batch}")
+
+
+def check_counts(counts: Tensor, size: int) -> None:
+    """Raises TypeError or ValueError for anything but int64 [size], >= 0."""
+    check_tensor("retrieve", "counts", counts, torch.int64, (size,))
+    if size and int(counts.min()) < 0:
+        position = int((counts < 0).nonzero()[0])
+        raise ValueError(f"retrieve: counts must be >= 0, got {int(counts[position])} at position {position}")
 
 
 def check_spec(spec: TableSpec) -> None:

@@ -15,7 +15,7 @@ from ..errors import StoreFullError
 from ..init import Initializer, Uniform
 from ..ops.row_storage import embedding_words, pack_embeddings, unpack_embeddings
 from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec
-from .checks import check_bounds, check_spec, check_storage, check_tensor, key_vector
+from .checks import check_batch, check_bounds, check_counts, check_spec, check_storage, check_tensor, key_vector
 from .counts import counts_of, load_counts
 from .given_values import GivenValues
 from .gradients import apply_gradients
@@ -155,21 +155,22 @@ class EmbeddingStore:
         Args:
             keys: int64 [n]. tables: int32 [n]. Repetitions are inserted once, and found afterwards.
             counts: int64 [n], >= 0, occurrences: added to the rows' frequency, and to the count of keys without a row;
-                None: 1 each. A new row's frequency starts with the key's count so far.
-            batch: becomes the rows' last_used. With -1 last_used stays as it is and nothing is evicted.
+                None: 1 each. A new row's frequency starts with the key's count so far. Frequencies stop at 2^63 - 1.
+            batch: -1 to 2^62, becomes the rows' last_used. With -1 last_used stays as it is and nothing is evicted.
 
         Returns:
             handles, -1 where the key has no row: status REFUSED or NOT_ADMITTED.
 
         Raises:
             MemoryError: the system or `memory_limit` gave out; no key, row, count or metadata has changed.
-            TypeError, ValueError: the result of a score function or of an init.Custom function; nothing has changed.
-                What these functions raise is passed on.
+            TypeError, ValueError: counts or batch out of range, or the result of a score function or of an init.Custom
+                function; nothing has changed. What these functions raise is passed on.
         """
         self._check_keys("retrieve", keys, tables)
+        check_batch(batch)
         size = keys.numel()
         if counts is not None:
-            check_tensor("retrieve", "counts", counts, INT64, (size,))
+            check_counts(counts, size)
         given = self._given_starts(keys, tables)
         handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
         journal = _Journal(core().RetrievalJournal(), self._removals)

@@ -112,6 +112,8 @@ def _checked(table: str, scores: Tensor, size: int) -> Tensor:
     if not isinstance(scores, Tensor):
         raise TypeError(f"{wanted}, got {type(scores).__name__}; nothing was changed")
     found = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)} on {scores.device}"
+    if scores.layout != torch.strided:
+        raise TypeError(f"{wanted}, got {str(scores.layout).removeprefix('torch.')}; nothing was changed")
     if not scores.dtype.is_floating_point:
         raise TypeError(f"{wanted}, got {found}; nothing was changed")
     if list(scores.shape) != [size] or scores.device.type != "cpu":
