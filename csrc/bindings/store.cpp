@@ -30,6 +30,9 @@ using TableTuple = std::tuple<std::string, std::uint64_t, InitTuple, std::int64_
 using CountersTuple =
     std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
+// (offset in the row, bytes, address)
+using ColumnTuples = std::vector<std::tuple<std::int64_t, std::int64_t, Address>>;
+
 Initializer to_initializer(const InitTuple& init) {
   return {static_cast<InitKind>(init.first), init.second};
 }
@@ -44,6 +47,14 @@ RetrievalSpan retrieval_span(const std::pair<Address, Address>& out) {
 
 MetadataSpan metadata_span(Address last_used, Address frequency) {
   return {as_pointer<std::int64_t>(last_used), as_pointer<std::int64_t>(frequency)};
+}
+
+std::vector<RowColumn> row_columns(const ColumnTuples& columns) {
+  std::vector<RowColumn> parts;
+  for (const auto& [offset, bytes, data] : columns) {
+    parts.push_back({offset, bytes, as_pointer<char>(data)});
+  }
+  return parts;
 }
 
 std::unique_ptr<EmbeddingStore> make_store(std::int64_t dim, int data_type,
@@ -123,6 +134,15 @@ void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
                               metadata_span(last_used, frequency));
       },
       Unlocked());
+  store.def(
+      "load_columns",
+      [](EmbeddingStore& self, std::int64_t table, Address keys, std::int64_t size,
+         const ColumnTuples& columns, Address last_used, Address frequency) {
+        return self.load_columns(table, as_pointer<const std::int64_t>(keys), size,
+                                 row_columns(columns), metadata_span(last_used, frequency));
+      },
+      Unlocked());
+  store.def("reserve_keys", &EmbeddingStore::reserve_keys, Unlocked());
   store.def(
       "find",
       [](const EmbeddingStore& self, Address keys, Address tables, std::int64_t size,
@@ -265,12 +285,8 @@ void bind_store(py::module_& module) {
   store.def(
       "copy_columns",
       [](const EmbeddingStore& self, Address handles, std::int64_t size,
-         const std::vector<std::tuple<std::int64_t, std::int64_t, Address>>& columns) {
-        std::vector<RowColumn> parts;
-        for (const auto& [offset, bytes, out] : columns) {
-          parts.push_back({offset, bytes, as_pointer<char>(out)});
-        }
-        self.copy_columns(as_pointer<const std::int64_t>(handles), size, parts);
+         const ColumnTuples& columns) {
+        self.copy_columns(as_pointer<const std::int64_t>(handles), size, row_columns(columns));
       },
       Unlocked());
   store.def(

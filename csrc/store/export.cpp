@@ -63,13 +63,7 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
   constexpr std::int64_t kRowsPerTask = 256;
   constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
   check_handles(handles, size);
-  for (const RowColumn& column : columns) {
-    if (column.offset < 0 || column.bytes < 0 || column.offset + column.bytes > row_floats_ * 4) {
-      throw std::out_of_range("store: bytes " + std::to_string(column.offset) + " to " +
-                              std::to_string(column.offset + column.bytes) + " of a row of " +
-                              std::to_string(row_floats_ * 4));
-    }
-  }
+  check_columns(columns);
   if (std::find(handles, handles + size, -1) != handles + size) {
     throw std::out_of_range("store: there is no row to copy from for handle -1");
   }
@@ -78,7 +72,7 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
       if (j + kAhead < end) __builtin_prefetch(row(handles[j + kAhead]));
       const auto* const from = reinterpret_cast<const char*>(row(handles[j]));
       for (const RowColumn& column : columns) {
-        std::memcpy(column.out + j * column.bytes, from + column.offset,
+        std::memcpy(column.data + j * column.bytes, from + column.offset,
                     static_cast<std::size_t>(column.bytes));
       }
     }

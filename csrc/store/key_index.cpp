@@ -110,8 +110,25 @@ std::uint64_t KeyIndex::bytes() const {
 }
 
 void KeyIndex::grow(std::uint32_t shard_number) {
+  resize(shard_number, longer(shards_[shard_number].num_buckets, shard_number));
+}
+
+void KeyIndex::reserve(std::uint64_t num_keys) {
+  // Keys spread over shards at random: hardly one has more than the mean and three deviations.
+  const double mean = static_cast<double>(num_keys) / kNumShards;
+  const double wanted = mean + 3.0 * std::sqrt(mean);
+  for (std::uint32_t shard_number = 0; shard_number < kNumShards; ++shard_number) {
+    const std::uint64_t now = shards_[shard_number].num_buckets;
+    std::uint64_t num_buckets = now;
+    while (static_cast<double>(num_buckets * (kSlots - 1)) < wanted && num_buckets <= kNoRow) {
+      num_buckets = longer(static_cast<std::uint32_t>(num_buckets), shard_number);
+    }
+    if (num_buckets != now) resize(shard_number, num_buckets);
+  }
+}
+
+void KeyIndex::resize(std::uint32_t shard_number, std::uint64_t num_buckets) {
   Shard& shard = shards_[shard_number];
-  const std::uint64_t num_buckets = longer(shard.num_buckets, shard_number);
   if (num_buckets > 0xFFFFFFFFull) throw std::bad_alloc();
   Block block(account_, num_buckets * sizeof(Bucket));
   const Shard grown{static_cast<Bucket*>(block.data()), static_cast<std::uint32_t>(num_buckets),

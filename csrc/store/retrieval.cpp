@@ -236,7 +236,11 @@ void EmbeddingStore::number_rows(Missing* missing, const Departure& departure) {
     }
     ++size;
   }
-  const auto num_rows = static_cast<std::uint64_t>(missing->num_rows);
+  reserve_rows(static_cast<std::uint64_t>(missing->num_rows));
+}
+
+// Memory for row numbers below num_rows. Throws std::bad_alloc, with no row lost.
+void EmbeddingStore::reserve_rows(std::uint64_t num_rows) {
   slabs_.reserve(num_rows);
   records_.reserve(num_rows);
   ages_.reserve(num_rows);

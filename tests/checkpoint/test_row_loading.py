@@ -235,7 +235,7 @@ def test_memory_that_gives_out_is_explained_and_empties_the_tables(saved) -> Non
         raise MemoryError
 
     store = make_store()
-    store.load_rows = gives_out
+    store.load_columns = gives_out
     with pytest.raises(StoreFullError, match="no memory for the rows of table 'user'; load with more ranks"):
         load_stores(saved, [store])
     assert len(store) == 0

@@ -94,6 +94,24 @@ void test_failing_memory_changes_nothing_and_all_of_it_returns() {
   CHECK_EQUAL(account.used_bytes(), 0u);
 }
 
+void test_reserved_room_is_enough_and_keeps_what_is_there() {
+  MemoryAccount account;
+  KeyIndex index(hash_name("table"), &account);
+  constexpr std::int64_t kKeys = 100000;
+  for (std::int64_t key = 0; key < 1000; ++key) index.insert(index.hash(key), key, 7);
+  index.reserve(kKeys);
+  const std::uint64_t reserved = index.bytes();
+  index.reserve(10);
+  CHECK_EQUAL(index.bytes(), reserved);
+  for (std::int64_t key = 0; key < kKeys; ++key) {
+    CHECK_EQUAL(index.insert(index.hash(key), key, 8), key < 1000 ? 7u : kNoRow);
+  }
+  for (std::int64_t key = 0; key < kKeys; ++key)
+    CHECK_EQUAL(find(index, key), key < 1000 ? 7u : 8u);
+  // A shard or two may have grown after all.
+  CHECK_EQUAL(index.bytes() < reserved + reserved / 64, true);
+}
+
 }  // namespace
 }  // namespace nestpipe
 
@@ -102,5 +120,6 @@ int main() {
   nestpipe::test_extreme_keys();
   nestpipe::test_one_crowded_home_bucket();
   nestpipe::test_failing_memory_changes_nothing_and_all_of_it_returns();
+  nestpipe::test_reserved_room_is_enough_and_keeps_what_is_there();
   return nestpipe::failures();
 }

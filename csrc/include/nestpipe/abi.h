@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 
 }  // namespace nestpipe

@@ -48,6 +48,8 @@ class KeyIndex {
   // The row that the key has, or kNoRow after giving it `row`. Throws std::bad_alloc, changing
   // nothing.
   std::uint32_t insert(std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  // Makes room for about num_keys keys in all. Throws std::bad_alloc; no key is lost.
+  void reserve(std::uint64_t num_keys);
   // Gives a key that is present another row.
   void assign(std::uint64_t hash, std::int64_t key, std::uint32_t row);
   // The row that the key had, or kNoRow.
@@ -103,6 +105,7 @@ class KeyIndex {
   static void place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row);
   static void take_out(Shard* shard, std::uint64_t hash, const Place& place);
   void grow(std::uint32_t shard_number);
+  void resize(std::uint32_t shard_number, std::uint64_t num_buckets);
 
   std::uint64_t table_hash_;
   MemoryAccount* account_;

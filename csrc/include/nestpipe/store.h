@@ -28,6 +28,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "nestpipe/admission.h"
@@ -117,7 +118,7 @@ struct MetadataSpan {
 struct RowColumn {
   std::int64_t offset;
   std::int64_t bytes;
-  char* out;  // [n, bytes]
+  char* data;  // [n, bytes]
 };
 
 struct StoreMemory {
@@ -156,6 +157,12 @@ class EmbeddingStore {
   // keys that are there are replaced. The position of the first key that its table's quota has no
   // room for, or -1; if not -1, nothing has changed.
   std::int64_t load_rows(const KeySpan& in, const float* rows, const MetadataSpan& metadata);
+  // The same for keys of one table, with rows by columns; what no column holds is zero.
+  std::int64_t load_columns(std::int64_t table, const std::int64_t* keys, std::int64_t size,
+                            const std::vector<RowColumn>& columns, const MetadataSpan& metadata);
+  // Makes a table's index as long as about so many keys need, so that it does not grow on the way.
+  // Throws std::bad_alloc; answers stay the same.
+  void reserve_keys(std::int64_t table, std::int64_t num_keys);
   // handles [n], -1 where absent.
   void find(const KeySpan& in, std::int64_t* handles) const;
   // status [n]: kFound (now erased) or kAbsent.
@@ -285,6 +292,15 @@ class EmbeddingStore {
   void withdraw(const Missing& missing);
   void write_new_rows(const Missing& missing, std::int64_t batch, const RetrievalSpan& out);
   void take_numbers(const Missing& missing);
+  void reserve_rows(std::uint64_t num_rows);
+
+  // Steps of load_columns (loading.cpp).
+  void check_columns(const std::vector<RowColumn>& columns) const;
+  std::vector<std::pair<std::int64_t, std::int64_t>> gaps_between(
+      const std::vector<RowColumn>& columns) const;
+  bool load_new(std::int64_t table_number, const std::int64_t* keys, std::int64_t size,
+                const MetadataSpan& metadata,
+                const std::function<void(std::int64_t, char*)>& assemble);
 
   // Steps of eviction (eviction.cpp).
   Departure plan_departure(const std::vector<std::int64_t>& num_new, std::int64_t batch,

@@ -29,6 +29,12 @@ _PIECE = 8 << 20
 """Bytes that are read and hashed at once."""
 
 
+_AHEAD = 2
+"""Chunks that are read beside the one in use."""
+_ANNOUNCED = 3
+"""Chunks beyond those that the system is asked to read, so that a disk has several requests at a time."""
+
+
 class TensorFile:
     """An open file of a checkpoint. Reads that run through a tensor from its start check its digest at its end.
 
@@ -43,8 +49,10 @@ class TensorFile:
         self._digests = digests
         self._hashes: dict[str, tuple[Any, int]] = {}
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
+    def read(self, name: str, first_row: int = 0, rows: int | None = None, into: Tensor | None = None) -> Tensor:
         """Rows first_row .. first_row + rows of a tensor (None: up to its end), a copy; a scalar whole.
+
+        `into`: at least so many rows, which are overwritten and returned; None: a new tensor.
 
         Raises:
             CheckpointError: no such tensor or rows, the file ended early, or (at the last row of a tensor that was read
@@ -59,7 +67,10 @@ class TensorFile:
                 f"checkpoint: {self.path}: tensor {name!r} has {num_rows} rows, asked for rows "
                 f"{first_row} to {first_row + rows}"
             )
-        out = torch.empty((rows, *region.shape[1:]) if region.shape else (), dtype=region.dtype)
+        if into is None:
+            out = torch.empty((rows, *region.shape[1:]) if region.shape else (), dtype=region.dtype)
+        else:
+            out = into[:rows]
         view = out.reshape(-1).view(torch.uint8).numpy().data
         start = first_row * region.row_bytes
         hasher, position = self._hashes.get(name) or (hashlib.sha256(), 0)
@@ -74,11 +85,11 @@ class TensorFile:
             self._check_digest(name, hasher)
         return out
 
-    def chunks(self, names: Sequence[str], rows: int, ahead: int = 1) -> Iterator[dict[str, Tensor]]:
+    def chunks(self, names: Sequence[str], rows: int, ahead: int = _AHEAD) -> Iterator[dict[str, Tensor]]:
         """The same rows of several tensors, `rows` at a time, read and hashed by threads, up to `ahead` chunks further.
 
-        The tensors must have the same first dimension. Digests of all of them have been checked when the iterator ends.
-        Raises as `read`.
+        The tensors must have the same first dimension. A chunk is overwritten once the next one is asked for. Digests
+        of all of them have been checked when the iterator ends. Raises as `read`.
         """
         num_rows = {self._region(name).shape[0] for name in names}
         if len(num_rows) != 1:
@@ -152,16 +163,29 @@ class TensorFile:
 
 
 def _read_ahead(file: TensorFile, names: list[str], total: int, rows: int, ahead: int) -> Iterator[dict[str, Tensor]]:
-    """Chunks in order. A tensor's chunks are read one after another; tensors are read side by side."""
-    chunks = [(first, min(rows, total - first)) for first in range(0, total, rows)] or [(0, 0)]
+    """Chunks in order. A tensor's chunks are read one after another; tensors are read side by side.
+
+    Buffers take turns: new ones for each chunk would cost the system about as much as copying into them.
+    """
+    rows = max(1, min(rows, total))
+    firsts = range(0, total, rows) or range(1)
+    buffers = [
+        {name: torch.empty((rows, *file.regions[name].shape[1:]), dtype=file.regions[name].dtype) for name in names}
+        for _ in range(min(ahead + 1, len(firsts)))
+    ]
+
+    def read(name: str, number: int, first: int) -> Tensor:
+        announced = first + rows * _ANNOUNCED
+        for begin in range(rows, announced + 1, rows) if first == 0 else (announced,):
+            file.announce(name, begin, min(rows, total - begin))
+        return file.read(name, first, min(rows, total - first), buffers[number % len(buffers)][name])
+
     under_way: deque[dict[str, Future[Tensor]]] = deque()
     pools = [ThreadPoolExecutor(1, f"read {file.path.name}") for _ in range(NUM_WORKERS)]
     lanes = _balanced(file, names)
     try:
-        for first, count in chunks:
-            for name in names:
-                file.announce(name, first + rows * (ahead + 1), min(rows, total - first - rows * (ahead + 1)))
-            under_way.append({name: pools[lanes[name]].submit(file.read, name, first, count) for name in names})
+        for number, first in enumerate(firsts):
+            under_way.append({name: pools[lanes[name]].submit(read, name, number, first) for name in names})
             if len(under_way) > ahead:
                 yield {name: one.result() for name, one in under_way.popleft().items()}
         while under_way:

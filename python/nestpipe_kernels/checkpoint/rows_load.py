@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,11 +198,11 @@ class _Load:
         """Rows of all targets, which are empty."""
         loaded: dict[str, int] = {}
         for target in self.targets:
-            rows, parts = 0, row_parts(target.store)
-            buffer = torch.zeros((rows_per_chunk(parts), parts.row_floats), dtype=torch.float32)
+            rows = 0
+            self._reserve(target)
             for file in self._files(target):
                 for chunk in self._chunks(target, file, self._tensor_names(target)):
-                    self._insert(target, chunk, buffer)
+                    self._insert(target, chunk)
                     rows += chunk.keys.numel()
             size = target.store.size(target.spec.name)
             if size != rows:
@@ -232,8 +233,7 @@ class _Load:
     def _chunks(self, target: TableTarget, file: TableFile, names: list[str]) -> Iterator[_Chunk]:
         """Rows of a file that this rank owns, chunk by chunk."""
         saved = self.manifest.table(target.source)
-        same_hash = saved.hash_name == target.spec.name
-        hashes = _hash_of(saved.hash_name)
+        hashes, own_hashes = _hash_of(saved.hash_name), _hash_of(target.spec.name)
         identity = torch.arange(NUM_SLICES, dtype=torch.int32)
         path = self.directory / file.name
         with open_tensor_file(path, self.manifest.files[file.name]) as source:
@@ -241,23 +241,36 @@ class _Load:
                 keys = tensors["keys"]
                 slices = owners(keys, None, hashes, identity)
                 check_rows(path, saved, file, tensors, slices)
-                if same_hash:
-                    mine = self.slice_owner[slices.to(torch.int64)] == self.rank
-                else:
-                    mine = owners(keys, None, _hash_of(target.spec.name), self.slice_owner) == self.rank
+                mine = owners(keys, None, own_hashes, self.slice_owner) == self.rank
                 if not bool(mine.all()):
                     tensors = {name: tensor[mine] for name, tensor in tensors.items()}
                 yield _Chunk(tensors["keys"], tensors)
 
     # --------------------------------------------------------------------------------------------------- inserting
 
-    def _insert(self, target: TableTarget, chunk: _Chunk, buffer: Tensor) -> None:
+    def _reserve(self, target: TableTarget) -> None:
+        """Let the index be as long as it will be: files' keys are spread evenly over their slices."""
+        own = self.slice_owner == self.rank
+        expected = 0.0
+        for file in self._files(target):
+            slices = own[file.first_slice : file.end_slice]
+            expected += file.rows * int(slices.sum()) / max(1, slices.numel())
+        with _memory_is_explained(target):
+            target.store.reserve_keys(target.table, int(expected))
+
+    def _insert(self, target: TableTarget, chunk: _Chunk) -> None:
         size = chunk.keys.numel()
         if size == 0:
             return
         parts = row_parts(target.store)
+        metadata = RowMetadata(chunk.tensors["last_used"], chunk.tensors["frequency"])
+        if self.optimizer_state and chunk.tensors["embedding"].dtype is parts.storage:
+            columns = [(offset, chunk.tensors[name]) for name, (offset, _, _) in parts.columns().items()]
+            with _memory_is_explained(target):
+                target.store.load_columns(chunk.keys, target.table, columns, metadata)
+            return
         tables = _table_numbers(chunk.keys, target.table)
-        rows = buffer[:size]
+        rows = torch.zeros((size, parts.row_floats), dtype=torch.float32)
         if self.optimizer_state:
             for name, _ in parts.slots:
                 parts.slot(rows, name).copy_(chunk.tensors[f"state.{name}"])
@@ -265,13 +278,8 @@ class _Load:
         else:
             target.store.gather(torch.full((size,), -1), chunk.keys, tables, rows, None)
         _copy_embeddings(target, parts, chunk, rows)
-        metadata = RowMetadata(chunk.tensors["last_used"], chunk.tensors["frequency"])
-        try:
+        with _memory_is_explained(target):
             target.store.load_rows(chunk.keys, tables, rows, metadata)
-        except MemoryError as error:
-            raise StoreFullError(
-                f"checkpoint: no memory for the rows of table {target.source!r}; load with more ranks"
-            ) from error
 
     def _load_counts(self, target: TableTarget) -> None:
         """Counts of keys without rows, and counters: those are sums over ranks, and rank 0 goes on with them."""
@@ -285,6 +293,16 @@ class _Load:
                 target.store.load_counters(target.table, saved.counters)
             except ValueError as error:
                 raise CheckpointError(f"checkpoint: table {target.source!r}: {error}") from None
+
+
+@contextmanager
+def _memory_is_explained(target: TableTarget) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise StoreFullError(
+            f"checkpoint: no memory for the rows of table {target.source!r}; load with more ranks"
+        ) from error
 
 
 def _copy_embeddings(target: TableTarget, parts: RowParts, chunk: _Chunk, rows: Tensor) -> None:

@@ -21,6 +21,8 @@ __all__ = ["CHUNK_BYTES", "admission_parts", "rows_per_chunk", "save_tables", "s
 
 CHUNK_BYTES = 4 << 20
 """Bytes of rows that travel between store and file at once. A few chunks are under way: gathered, split, written."""
+_MAX_ROWS = 32_000
+"""Of a chunk: torch lets threads loose on longer vectors, and those spin for a while after each of them."""
 _NUM_SHARDS = 256
 _KEYS_AT_ONCE = 1 << 20
 
@@ -81,7 +83,7 @@ def slice_range(slice_owner: Tensor, rank: int) -> tuple[int, int]:
 
 def rows_per_chunk(parts: RowParts) -> int:
     """How many rows travel at once, at most."""
-    return max(1, CHUNK_BYTES // max(parts.row_floats * 4, parts.bytes_per_row()))
+    return max(1, min(_MAX_ROWS, CHUNK_BYTES // max(parts.row_floats * 4, parts.bytes_per_row())))
 
 
 def _write_table(generation: Generation, file: str, store: Any, table: int, record: TableRecord) -> int:

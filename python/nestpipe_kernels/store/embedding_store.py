@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -342,11 +342,43 @@ class EmbeddingStore:
             metadata.frequency.data_ptr(),
         )
         if refused >= 0:
-            spec = self.tables[int(tables[refused])]
-            raise StoreFullError(
-                f"load_rows: table {spec.name!r} has {self.size(spec.name)} rows and room for {spec.capacity}: key "
-                f"{int(keys[refused])} at position {refused} does not fit; nothing was inserted: raise its capacity"
-            )
+            self._refuse("load_rows", self.tables[int(tables[refused])], int(keys[refused]), refused)
+
+    def load_columns(
+        self, keys: Tensor, table: str | int | None, columns: Sequence[tuple[int, Tensor]], metadata: RowMetadata
+    ) -> None:
+        """`load_rows` for keys of one table, with rows given by columns, which saves a copy of them.
+
+        Args:
+            keys: int64 [n], distinct.
+            columns: (offset, part): part [n, ...] goes to the bytes of the rows from `offset` on. What no column
+                holds is zero.
+
+        Raises:
+            As `load_rows`. IndexError: bytes outside of a row. Nothing has changed.
+        """
+        check_tensor("load_columns", "keys", keys, INT64, (None,))
+        size = keys.numel()
+        check_tensor("load_columns", "last_used", metadata.last_used, INT64, (size,))
+        check_tensor("load_columns", "frequency", metadata.frequency, INT64, (size,))
+        index, parts = self._table(table), _column_addresses("load_columns", columns, size)
+        if size == 0:
+            return
+        refused = self._native.load_columns(
+            index, keys.data_ptr(), size, parts, metadata.last_used.data_ptr(), metadata.frequency.data_ptr()
+        )
+        if refused >= 0:
+            self._refuse("load_columns", self.tables[index], int(keys[refused]), refused)
+
+    def reserve_keys(self, table: str | int | None, count: int) -> None:
+        """Make a table's index long enough for about `count` keys at once. Raises MemoryError; nothing has changed."""
+        self._native.reserve_keys(self._table(table), count)
+
+    def _refuse(self, operation: str, spec: TableSpec, key: int, position: int) -> NoReturn:
+        raise StoreFullError(
+            f"{operation}: table {spec.name!r} has {self.size(spec.name)} rows and room for {spec.capacity}: key "
+            f"{key} at position {position} does not fit; nothing was inserted: raise its capacity"
+        )
 
     def export_table(self, table: str | int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and handles of a table, int64 [size] each, by ascending handle."""
@@ -387,10 +419,7 @@ class EmbeddingStore:
         """
         check_tensor("copy_columns", "handles", handles, INT64, (None,))
         size = handles.numel()
-        parts = []
-        for offset, out in columns:
-            check_tensor("copy_columns", "out", out, out.dtype, (size, *[None] * (out.dim() - 1)))
-            parts.append((offset, out.nbytes // max(1, size), out.data_ptr()))
+        parts = _column_addresses("copy_columns", columns, size)
         if size:
             self._native.copy_columns(handles.data_ptr(), size, parts)
 
@@ -583,6 +612,21 @@ class EmbeddingStore:
     def _check_keys(operation: str, keys: Tensor, tables: Tensor) -> None:
         check_tensor(operation, "keys", keys, INT64, (None,))
         check_tensor(operation, "tables", tables, INT32, (keys.numel(),))
+
+
+def _column_addresses(operation: str, columns: Sequence[tuple[int, Tensor]], size: int) -> list[tuple[int, int, int]]:
+    """(offset in the row, bytes, address) of parts [size, ...] of rows."""
+    parts = []
+    for offset, part in columns:
+        check_tensor(
+            operation,
+            "out" if operation == "copy_columns" else "column",
+            part,
+            part.dtype,
+            (size, *[None] * (part.dim() - 1)),
+        )
+        parts.append((offset, part.nbytes // max(1, size), part.data_ptr()))
+    return parts
 
 
 def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
