@@ -113,13 +113,14 @@ class Field:
         """An integer in [low, high]."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not low <= self.value <= high:
             self.refuse(f"an integer in [{low}, {high}]")
-        return self.value
+        return int(self.value)
 
     def number(self) -> float | int:
         """A finite number, as it was written."""
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)) or not _is_finite(self.value):
             self.refuse("a finite number")
-        return self.value
+        number: float | int = self.value
+        return number
 
     def text(self, limit: int = 4096) -> str:
         """A string of 1 to `limit` characters."""

@@ -88,11 +88,12 @@ class OracleRows:
 
     def policies(self, rank: int) -> dict[str, Any]:
         """What `explorer.read_policies` must say of a rank."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, model in self.models[rank].items():
             if (model.capacity, model.admission, model.eviction) != (None, None, None):
-                cells = {} if model.filter is None else model.filter.blocks
-                counts = model.ghosts if model.filter is None else {b: tuple(c) for b, c in cells.items() if any(c)}
+                counts: dict[int, Any] = dict(model.ghosts)
+                if model.filter is not None:
+                    counts = {block: tuple(cells) for block, cells in model.filter.blocks.items() if any(cells)}
                 found[name] = {"size": len(model.rows), "counters": model.counters, "counts": counts}
         return found
 
