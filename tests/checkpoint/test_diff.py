@@ -47,10 +47,10 @@ def test_equal_checkpoints(tmp_path, capsys, worlds: tuple[int, int]) -> None:
     for name, world in zip("ab", worlds):
         save_world(tmp_path / name, world)
     code, out, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--metadata")
-    how = "equal by the files' digests" if worlds[0] == worlds[1] else "equal"
+    how = "equal by the manifests' digests" if worlds[0] == worlds[1] else "equal"
     lines = [f"table 'user': 706 rows, {how}", f"table 'item': 250 rows, {how}"]
     lines.append(
-        "table 'never used': 0 rows, equal by the files' digests"
+        "table 'never used': 0 rows, equal by the manifests' digests"
         if len(set(worlds)) == 1
         else "table 'never used': 0 rows, equal"
     )

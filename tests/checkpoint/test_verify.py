@@ -141,7 +141,7 @@ def test_what_is_no_checkpoint(tmp_path, capsys, tool: str, case: str) -> None:
     elif case == "other":
         (path / "manifest.json").write_text("{}\n")
     expected = {
-        "nothing": f"there is no {path}; check the path",
+        "nothing": f"there is no directory {path}; check the path",
         "empty": f"{path} has no manifest.json: it is no checkpoint, or was emptied; check the path",
         "file": f"{path} must be the directory of a checkpoint, got a file",
         "manifest": f"got a file; give {path.parent}",

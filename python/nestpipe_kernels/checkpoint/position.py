@@ -82,11 +82,12 @@ def _for_any_world(records: Sequence[Any], world_size: int) -> dict[str, Any]:
         if record["kind"] == "state" and record["any_world_size"]:
             return {**record, "in_flight": False}
     held = next((r["class"] for r in records if "class" in r), "a loader that had ended")
+    ranks = f"{len(records)} rank{'s' * (len(records) > 1)}"
     raise CheckpointError(
-        f"checkpoint: it was saved by {len(records)} ranks in the middle of an epoch and is loaded by {world_size}, "
-        f"but the position of its loader ({held}) holds for {len(records)} ranks only; load with start_epoch=True "
-        "(the data starts from its beginning), or train with nestpipe_kernels.data's BatchLoader, whose position "
-        "serves any number of ranks"
+        f"checkpoint: it was saved by {ranks} in the middle of an epoch and is loaded by {world_size}, "
+        f"but the position of its loader ({held}) holds for {ranks} only; load with start_epoch=True "
+        "(the data starts from its beginning), or train with a loader whose position serves any number of ranks: "
+        "nestpipe_kernels.data's BatchLoader, or one of your own with state_for_any_world_size = True"
     )
 
 

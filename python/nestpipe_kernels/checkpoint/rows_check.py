@@ -63,10 +63,24 @@ def differences(saved: TableRecord, target: TableTarget, optimizer_state: bool, 
         fields += ["seed", "init", "admission"]
     if optimizer_state:
         fields.append("optimizer")
-    advice = {"optimizer": " (optimizer_state=False takes the embeddings alone)"}
+    model_s = " (strict=False takes the model's)"
+    advice = {
+        "seed": model_s,
+        "init": model_s,
+        "admission": " (strict=False takes the model's, and counts of keys without a row start anew)",
+        "optimizer": " (optimizer_state=False takes the embeddings alone)",
+    }
     return [
-        f"table {saved.name!r}: {name} is {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in the model"
-        f"{advice.get(name, '')}"
+        f"table {saved.name!r}: {name} is {_shown(getattr(saved, name))} in the checkpoint, "
+        f"{_shown(getattr(own, name))} in the model{advice.get(name, '')}"
         for name in fields
         if getattr(saved, name) != getattr(own, name)
     ]
+
+
+def _shown(value: Any) -> str:
+    """A setting in an error; rules and initial values as `Name(field=value)`."""
+    if not isinstance(value, dict):
+        return str(value)
+    fields = ", ".join(f"{key}={_shown(one)}" for key, one in sorted(value.items()) if key != "name")
+    return f"{value.get('name', '?')}({fields})"

@@ -74,7 +74,7 @@ def _compare_table(first: Side, second: Side, scope: str, show: int, differences
         differences += [f"table {a.name!r}: {text}"] if text else []
     columns = _columns(a, b, scope, notes)
     if _same_digests(first, second, columns):
-        notes.append(f"table {a.name!r}: {count(a.rows, 'row')}, equal by the files' digests")
+        notes.append(f"table {a.name!r}: {count(a.rows, 'row')}, equal by the manifests' digests")
         return
     found = compare_rows(first, second, columns, show)
     if found.equal:

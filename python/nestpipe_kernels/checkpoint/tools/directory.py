@@ -23,7 +23,7 @@ def read_manifest(directory: Path) -> Manifest:
         OSError: the system could not read it.
     """
     if not os.path.lexists(directory):
-        raise CheckpointError(f"checkpoint: there is no {directory}; check the path")
+        raise CheckpointError(f"checkpoint: there is no directory {directory}; check the path")
     if not directory.is_dir():
         raise CheckpointError(
             f"checkpoint: {directory} must be the directory of a checkpoint, got a file"

@@ -15,7 +15,7 @@ from nestpipe_kernels.checkpoint.files import FileRecord, open_tensor_file, reco
 from nestpipe_kernels.checkpoint.filesystem import create_temporary, explained, publish, remove_if_there
 from nestpipe_kernels.checkpoint.generation import saving_into
 from nestpipe_kernels.checkpoint.manifest import Manifest
-from nestpipe_kernels.checkpoint.names import LOCK_NAME, dense_file, generation_of, rank_file
+from nestpipe_kernels.checkpoint.names import LOCK_NAME, MANIFEST_NAME, dense_file, generation_of, rank_file
 from nestpipe_kernels.checkpoint.tools.directory import read_manifest
 from nestpipe_kernels.checkpoint.tools.reshard_admission import reshard_admission
 from nestpipe_kernels.checkpoint.tools.reshard_ranks import reshard_ranks
@@ -157,6 +157,11 @@ def _check_empty(out: Path) -> None:
     except OSError as error:
         raise explained(error, "list", out) from error
     names = [name for name in names if name != LOCK_NAME and generation_of(name) is None]
+    if MANIFEST_NAME in names:
+        raise CheckpointError(
+            f"checkpoint: --out {out} holds a checkpoint already ({MANIFEST_NAME}); choose a directory that is not "
+            "there yet, or --in-place for PATH itself"
+        )
     if names:
         raise CheckpointError(
             f"checkpoint: --out {out} holds {count(len(names), 'entry', 'entries')} already, {min(names)} for one; "
