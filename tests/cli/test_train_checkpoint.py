@@ -109,7 +109,9 @@ def test_checkpoints_of_others_and_bad_directories(tmp_path, capsys) -> None:
     assert "--checkpoint-every needs --checkpoint DIR" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main([*arguments, str(tmp_path / "file")]) == 1
-    assert "file: File exists" in capsys.readouterr().err
+    assert f"--checkpoint {tmp_path / 'file'}: {tmp_path / 'file'} is a file; give the path" in capsys.readouterr().err
+    assert main([*arguments, str(tmp_path / "file" / "below")]) == 1
+    assert f"{tmp_path / 'file'} is a file; give the path of a directory" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text("{}\n")
     assert main([*arguments, str(tmp_path)]) == 1
     assert "manifest.json is no manifest" in capsys.readouterr().err

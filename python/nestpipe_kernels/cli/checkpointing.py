@@ -89,7 +89,11 @@ def check_directory(options: TrainOptions) -> None:
     """
     assert options.checkpoint is not None
     path = Path(options.checkpoint)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(one for one in (path, *path.parents) if one.exists())
+        raise CheckpointError(f"--checkpoint {path}: {file} is a file; give the path of a directory") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "this user may not write to --checkpoint; choose another directory", str(path))
     saved_steps(options)

@@ -228,7 +228,8 @@ class Collection(nn.Module):
         if self._sparse is not None:
             raise TypeError(
                 f"{type(self).__name__}: rows in native stores cannot be deep-copied or pickled; build another one "
-                "from the same tables and load_state_dict() into it, or take rows out with store(NAME)"
+                "from the same tables and fill it with checkpoint.save and checkpoint.load, or load_state_dict() if "
+                "no table is open; store(NAME) gives rows"
             )
         return self.__dict__.copy()
 

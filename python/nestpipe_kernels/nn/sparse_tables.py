@@ -228,7 +228,7 @@ def _make_store(specs: list[TableSpec], group: StoreGroup) -> EmbeddingStore:
 
 
 def _remedy(name: str) -> str:
-    return f"read rows with .store({name!r}).find(keys)"
+    return f"read rows with .store({name!r}).find(keys), save the model with nestpipe_kernels.checkpoint.save"
 
 
 def _kind_of(value: object) -> str:
