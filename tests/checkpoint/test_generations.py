@@ -33,6 +33,11 @@ def _names(directory):
     return sorted(os.listdir(directory))
 
 
+def _contents(directory):
+    """Of all files but the lock, which notes every attempt."""
+    return {name: (directory / name).read_bytes() for name in _names(directory) if name != ".lock"}
+
+
 def test_each_save_replaces_the_one_before(tmp_path) -> None:
     directory = tmp_path / "new" / "place"
     for salt, world in enumerate((2, 3, 1), start=1):
@@ -53,6 +58,38 @@ def test_what_killed_saves_left_is_removed_and_strangers_are_not(tmp_path) -> No
     manifest = Manifest.load(tmp_path)
     assert manifest.generation == 10  # above every number that a process might still be writing under
     assert _names(tmp_path) == sorted([".lock", "manifest.json", *manifest.files, *strangers])
+
+
+def test_one_entry_that_cannot_be_removed_does_not_keep_the_others(tmp_path) -> None:
+    stuck = [dense_file(number) for number in (20, 30, 40)]  # wherever the system lists them
+    for name in stuck:
+        (tmp_path / name).mkdir()
+    for salt in (1, 2):
+        save_stores(tmp_path, _filled(1, salt), salt)
+    assert _names(tmp_path) == sorted([".lock", "manifest.json", *Manifest.load(tmp_path).files, *stuck])
+
+
+def test_numbers_of_failed_saves_are_not_used_again(tmp_path) -> None:
+    """A rank that hung in a save which the others gave up may go on writing while, or after, the next one saves."""
+    save_stores(tmp_path, _filled(1), 1)
+    late = []
+
+    def give_up(generation):
+        late.append(generation)
+        raise OSError(errno.EIO, "given up")
+
+    for expected in (2, 3):
+        with pytest.raises(OSError, match="given up"):
+            save_generation(tmp_path, LocalCommunicator(), give_up)
+        assert late[-1].number == expected
+    save_stores(tmp_path, _filled(1), 4)
+    for generation in late:
+        generation.write_tensors(rank_file(generation.number, 0), {"late": torch.zeros(3)})
+    assert Manifest.load(tmp_path).generation == 4
+    load_stores(tmp_path, [make_store()])
+    (tmp_path / ".lock").write_text("what else\n")
+    save_stores(tmp_path, _filled(1), 5)
+    assert Manifest.load(tmp_path).generation == 5
 
 
 def _failing_save(directory, world: int, failing: int, failure: Exception):
@@ -80,7 +117,7 @@ def _failing_save(directory, world: int, failing: int, failure: Exception):
 def test_a_failure_of_one_rank_reaches_all_and_the_old_checkpoint_stands(tmp_path, failing) -> None:
     stores = _filled(2, 1)
     save_stores(tmp_path, stores, 1)
-    before = {name: (tmp_path / name).read_bytes() for name in _names(tmp_path)}
+    before = _contents(tmp_path)
     raised = _failing_save(tmp_path, 3, failing, OSError(errno.ENOSPC, "No space left on device", "x"))
     for rank, error in enumerate(raised):
         assert isinstance(error, OSError if rank == failing else RemoteRankError)
@@ -88,7 +125,7 @@ def test_a_failure_of_one_rank_reaches_all_and_the_old_checkpoint_stands(tmp_pat
             assert str(error) == (
                 f"rank {failing} failed in saving a checkpoint: OSError: [Errno 28] No space left on device: 'x'"
             )
-    assert {name: (tmp_path / name).read_bytes() for name in _names(tmp_path)} == before
+    assert _contents(tmp_path) == before
     other = [make_store()]
     load_stores(tmp_path, other)
     assert contents(other) == contents(stores)
@@ -98,7 +135,7 @@ def test_a_failure_of_one_rank_reaches_all_and_the_old_checkpoint_stands(tmp_pat
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "write"])
 def test_a_full_disk_at_any_call_leaves_the_old_checkpoint(tmp_path, monkeypatch, world, call) -> None:
     save_stores(tmp_path, _filled(world, 1), 1)
-    before = {name: (tmp_path / name).read_bytes() for name in _names(tmp_path)}
+    before = _contents(tmp_path)
     stores, real, lock = _filled(world, 2), getattr(os, call), threading.Lock()
     after, calls = 0, 0
 
@@ -119,7 +156,7 @@ def test_a_full_disk_at_any_call_leaves_the_old_checkpoint(tmp_path, monkeypatch
             assert 0 < calls <= after
             return
         assert "No space left on device" in problem
-        assert {name: (tmp_path / name).read_bytes() for name in _names(tmp_path)} == before
+        assert _contents(tmp_path) == before
 
 
 def _problem_of_saving(directory, stores) -> str:

@@ -149,6 +149,7 @@ DAMAGES = [
     (lambda v: v["tables"][0]["files"][0].update(rows=-1), r"files\[0\].rows must be an integer"),
     (lambda v: v["tables"][0]["files"][0].update(rows=1), r"must describe 'keys' of table 'user' as I64 \[1\]"),
     (lambda v: v["tables"][0]["files"][0].update(first_slice=65536), "have slices 65536 to"),
+    (lambda v: v["tables"][0]["files"][0].update(first_slice=0, end_slice=0), rf"{FIRST} has \d+ rows, but no slices"),
     (
         lambda v: v["tables"][0]["files"][0].update(name="/etc/passwd"),
         "the name of a checkpoint's file, got '/etc/passwd'",

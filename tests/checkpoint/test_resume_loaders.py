@@ -176,7 +176,7 @@ def test_fault_44_another_order_is_an_error(tmp_path):
     saved(tmp_path)
     other = torch.utils.data.DataLoader(NoisySamples(), batch_size=BATCH, shuffle=False)
     with pytest.raises(
-        CheckpointError, match="does not give the batch that was to come next: its data, order or random"
+        CheckpointError, match="does not give the batch that was to come next: its data, order, batch size or random"
     ):
         resumed(tmp_path, other)
     with pytest.raises(

@@ -208,7 +208,67 @@ def test_a_subset_of_tables(tmp_path):
     other = start()
     assert set(load(tmp_path, other, tables=["item"]).tables) == {"item"}
     assert len(other.model.ebc.store("user")) == 0 and len(other.model.ebc.store("item")) > 0
+    with pytest.raises(TypeError, match="tables must be a list of names, got the string 'item'"):
+        load(tmp_path, other, tables="item")
     refused(tmp_path, other, "tables names 'nope', but the model has the tables 'user', 'item'", tables=["nope"])
+
+
+def test_the_step_count_goes_on_without_the_pipeline_that_counted(tmp_path):
+    """Adam's bias correction depends on it: saved after close(), and loaded before there is a pipeline."""
+    run = trained()
+    run.pipeline.close()
+    checkpoint.save(tmp_path, model=run.model, optimizer=run.optimizer)
+    assert Manifest.load(tmp_path).position["step_count"] == 3
+    other = start()
+    other.pipeline.close()
+    report = checkpoint.load(tmp_path, model=other.model, optimizer=other.optimizer)
+    assert report.step_count == 3
+    with nk.NestedPipeline(other.model, other.optimizer) as pipeline:
+        assert pipeline.step_count == 3
+
+
+def test_a_position_that_nothing_continues_from_is_reported(tmp_path):
+    run = trained()
+    save(tmp_path, run)
+    run.pipeline.close()
+    report = checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
+    assert report.data == "position left out, as there is neither a pipeline nor a loader"
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_a_loop_that_began_before_the_load_does_not_go_on(tmp_path, schedule):
+    """Its iterator stands somewhere else. Without a batch drawn ahead nothing else would tell."""
+    run = start(schedule=schedule)
+    loop = run.pipeline.run(data_loader())
+    for _ in range(3):
+        next(loop)
+    save(tmp_path, run)
+    load(tmp_path, run)
+    state = run.state()
+    with pytest.raises(CheckpointError, match=r"loaded since this loop began.*call run\(loader\) again"):
+        next(loop)
+    assert run.state() == state
+    run.pipeline.close()
+
+
+def test_a_tree_names_every_tensor_once(tmp_path):
+    run = trained()
+    save(tmp_path, run)
+    run.pipeline.close()
+    manifest = Manifest.load(tmp_path)
+    manifest.ranks[0]["extra"] = {"many": [{"$tensor": "generators.torch"}] * 1000}
+    manifest.save(tmp_path)
+    refused(tmp_path, start(), r"ranks\[0\] names the tensor 'generators.torch' twice")
+
+
+def test_a_counted_position_needs_its_generators(tmp_path):
+    run = trained()
+    save(tmp_path, run)
+    run.pipeline.close()
+    manifest = Manifest.load(tmp_path)
+    del manifest.ranks[0]["loader"]["before"]
+    manifest.save(tmp_path)
+    refused(tmp_path, start(), r"ranks\[0\].loader.before is no state of random generators")
 
 
 def test_added_and_removed_tables(tmp_path):

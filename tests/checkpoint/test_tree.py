@@ -98,6 +98,9 @@ class Pair(NamedTuple):
         (torch.zeros(2).to_sparse(), r"state is a tensor of torch.float32 and torch.sparse_coo"),
         (np.array(["a"]), r"state is a numpy array of <U1"),
         ({torch.zeros(1): 1}, r"state has a tensor as a key"),
+        ([1 << 20_000], r"state\[0\] is a number of 20001 bits, 8192 are the limit: save it as bytes"),
+        (np.arange(3, dtype=np.dtype("i4").newbyteorder()), r"state is a numpy array of [<>]i4, which files do not"),
+        (torch.zeros(2, device="meta"), r"state is a tensor on the meta device, which has no data"),
         ("\ud800", r"state holds a string that is no valid text"),
     ],
 )

@@ -32,6 +32,8 @@ from .writer_facts import writer_facts
 __all__ = ["Generation", "RankPart", "Saving", "save_generation", "saving_into"]
 
 _DOING = "saving a checkpoint"
+_NUMBER_BYTES = 9
+"""Of the number in the lock's file: 8 digits and a newline."""
 _SHARED_SETTINGS = (
     "name",
     "hash_name",
@@ -214,9 +216,10 @@ def _prepare(directory: Path, lock: _Lock) -> int:
             ) from None
     seen = [number for name in _listed(directory) if (number := generation_of(name)) is not None]
     _remove_others(directory, previous)
-    number = max([previous or 0, *seen]) + 1
+    number = max([previous or 0, lock.last_number(), *seen]) + 1
     if number > MAX_GENERATION:
         raise CheckpointError(f"checkpoint: {directory} has been saved to {MAX_GENERATION} times: save elsewhere")
+    lock.note_number(directory, number)
     return number
 
 
@@ -295,7 +298,8 @@ def _remove(directory: Path, unwanted: Callable[[int], bool]) -> None:
     for name in _listed(directory):
         generation = generation_of(name)
         if generation is not None and unwanted(generation):
-            remove_if_there(directory / name)
+            with contextlib.suppress(OSError):  # one that stays must not keep the others
+                remove_if_there(directory / name)
 
 
 def _listed(directory: Path) -> list[str]:
@@ -316,7 +320,11 @@ def _part_to_json(part: RankPart, files: dict[str, FileRecord]) -> dict[str, Any
 
 
 class _Lock:
-    """Keeps two saves out of one directory, where the file system has locks; it ends with its process."""
+    """Keeps two saves out of one directory, where the file system has locks; it ends with its process.
+
+    Its file holds the number of the last generation that was begun. A rank that was given up by the others (stopped,
+    or on a machine that hangs) may go on writing much later, so no other save may use the names of its files again.
+    """
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -339,6 +347,19 @@ class _Lock:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise explained(error, "lock", path) from error
+
+    def last_number(self) -> int:
+        """What `note_number` noted last; 0 if that is not known."""
+        text = os.pread(self._descriptor, _NUMBER_BYTES, 0)
+        return int(text) if text[:-1].isdigit() and len(text) == _NUMBER_BYTES else 0
+
+    def note_number(self, directory: Path, number: int) -> None:
+        """Note that generation `number` begins. Raises OSError."""
+        try:
+            os.pwrite(self._descriptor, b"%0*d\n" % (_NUMBER_BYTES - 1, number), 0)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise explained(error, "write", directory / LOCK_NAME) from error
 
     def release(self) -> None:
         """Idempotent."""

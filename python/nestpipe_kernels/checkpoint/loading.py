@@ -53,6 +53,8 @@ class Loading:
         optimizer_state: bool,
         start_epoch: bool,
     ) -> None:
+        if isinstance(tables, str):
+            raise TypeError(f"checkpoint.load: tables must be a list of names, got the string {tables!r}")
         self._path, self._who, self._loader = path, who, loader
         self._tables, self._strict, self._with_state = tables, strict, optimizer_state
         self._manifest = manifest = Manifest.load(path)
@@ -69,7 +71,7 @@ class Loading:
         self._step_count, self._trained, self._modules = self._counts()
         self.report = LoadReport(
             optimizer_state=optimizer_state,
-            data=describe(self._record),
+            data=describe(self._record, followed=who.pipeline is not None or loader is not None),
             step_count=self._step_count,
             saved_world_size=manifest.world_size,
         )
@@ -112,7 +114,15 @@ class Loading:
         if record is None:
             raise CheckpointError(f"checkpoint: {self._path}: the manifest lists no file {name}")
         with open_tensor_file(self._path / name, record) as file:
-            return decode(tree, path, file.read)
+            seen: set[str] = set()
+
+            def read(tensor: str) -> torch.Tensor:
+                if tensor in seen:  # or a small file could fill the memory
+                    raise CheckpointError(f"checkpoint: {self._path}: {path} names the tensor {tensor!r} twice")
+                seen.add(tensor)
+                return file.read(tensor)
+
+            return decode(tree, path, read)
 
     def _demand(self, value: Any, path: str, fields: Mapping[str, type]) -> None:
         for name, kind in fields.items():

@@ -73,6 +73,8 @@ def _check_table_files(manifest: Manifest, where: str, number: int, table: Table
             _refuse(where, path, f"must name {expected[-1]} for rank {one.rank}, got {one.name}")
         if one.first_slice > one.end_slice:
             _refuse(where, path, f"of {one.name} have slices {one.first_slice} to {one.end_slice}")
+        if one.rows and one.first_slice == one.end_slice:
+            _refuse(where, path, f"say that {one.name} has {one.rows} rows, but no slices that keys could be of")
         record = manifest.files.get(one.name)
         if record is None:
             _refuse(where, path, f"name {one.name}, which is not among files")

@@ -91,11 +91,13 @@ def _for_any_world(records: Sequence[Any], world_size: int) -> dict[str, Any]:
     )
 
 
-def describe(record: dict[str, Any]) -> str:
-    """In words, for the report."""
+def describe(record: dict[str, Any], followed: bool) -> str:
+    """In words, for the report; `followed`: there is a pipeline or a loader to continue with."""
     kind = record["kind"]
     if kind == "none":
         return "starts an epoch"
+    if not followed:
+        return "position left out, as there is neither a pipeline nor a loader"
     if kind == "exhausted":
         return "has ended on this rank; the epoch goes on elsewhere"
     if kind == "count":
@@ -121,8 +123,8 @@ def _check(record: Any, path: str) -> None:
         wrong = "fingerprint and in_flight"
     if wrong is not None:
         raise CheckpointError(f"checkpoint: {path}: a position of kind {kind!r} must have {wrong}")
-    if kind == "count" and record.get("before") is not None:
-        check_random(record["before"], f"{path}.before")
+    if kind == "count":
+        check_random(record.get("before"), f"{path}.before")
     if record.get("in_flight") and kind != "exhausted":
         check_random(record.get("before_draw"), f"{path}.before_draw")
 

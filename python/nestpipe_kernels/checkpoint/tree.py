@@ -25,6 +25,8 @@ from ..errors import CheckpointError
 __all__ = ["Ordered", "decode", "encode"]
 
 _MAX_DEPTH = 64
+_MAX_BITS = 8192
+"""Of an integer: Python parses no decimal numbers of more than 4,300 digits."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SAVED_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -81,7 +83,7 @@ def _encode(value: Any, path: str, into: _Target, depth: int) -> Any:
     if isinstance(value, str):
         return _text(value, path)
     if isinstance(value, int | np.integer) and not isinstance(value, np.timedelta64):
-        return int(value)
+        return _integer(int(value), path)
     if isinstance(value, float | np.floating):
         return _float(float(value))
     if isinstance(value, np.bool_):
@@ -120,6 +122,8 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, into: _Target, depth: i
 
 
 def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.is_meta:
+        raise CheckpointError(f"checkpoint: {path} is a tensor on the meta device, which has no data to save")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in _SAVED_DTYPES:
         raise CheckpointError(
             f"checkpoint: {path} is a tensor of {tensor.dtype} and {tensor.layout}, which files do not hold; save it "
@@ -137,10 +141,18 @@ def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 def _from_array(array: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: another byte order
         raise CheckpointError(
             f"checkpoint: {path} is a numpy array of {array.dtype}, which files do not hold; convert it"
         ) from None
+
+
+def _integer(value: int, path: str) -> int:
+    if value.bit_length() > _MAX_BITS:
+        raise CheckpointError(
+            f"checkpoint: {path} is a number of {value.bit_length()} bits, {_MAX_BITS} are the limit: save it as bytes"
+        )
+    return value
 
 
 def _float(value: float) -> Any:

@@ -18,7 +18,8 @@ from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
 from ..comm import Communicator
 from ..config import PipelineConfig, default_threads, launched_ranks
-from ..errors import CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
+from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
+from ..stages.eager import eager_context
 from ..stages.registry import run_stage
 from ..stages.retrieval import gather_all, retrieve, undo_retrieval
 from ..stages.state import BatchState, Failure, RankState, RowHook, Source, bind_stores
@@ -134,7 +135,12 @@ class NestedPipeline:
         self._closed = False
         self._hook_thread: int | None = None
         self._broken: BaseException | None = None
-        for module in modules.values():
+        self._loads = 0
+        """Checkpoints loaded so far."""
+        contexts = [eager_context(module) for module in modules.values()]
+        self.rank.step_count = max(context.step_count for context in contexts)
+        for context, module in zip(contexts, modules.values()):
+            context.step_count = 0  # this pipeline counts; it hands the count back when it closes
             module.before_outside_access = self._before_outside_access
 
     # ------------------------------------------------------------------------------------------ public
@@ -145,9 +151,14 @@ class NestedPipeline:
         Left early (by break, or an error), the batch drawn ahead is dropped with the loader's iterator. Pass an
         iterator to keep it: a later `run` or `progress` with the same iterator goes on with that batch.
         """
-        iterator = self._position.open(loader, self.model.training)
+        iterator, loads = self._position.open(loader, self.model.training), self._loads
         try:
             while True:
+                if loads != self._loads:
+                    raise CheckpointError(
+                        "run: a checkpoint was loaded since this loop began, and its batches are those of before: "
+                        "leave the loop and call run(loader) again"
+                    )
                 try:
                     step = self._step(iterator)
                 except StopIteration:
@@ -201,7 +212,7 @@ class NestedPipeline:
 
     @property
     def step_count(self) -> int:
-        """Updates done so far, on all ranks alike."""
+        """Updates done so far, on all ranks alike; those before this pipeline was made count, too."""
         return self.rank.step_count
 
     def drain(self) -> None:
@@ -226,6 +237,8 @@ class NestedPipeline:
                 self._forget_pending()
             for module in self.rank.modules.values():
                 module.before_outside_access = None
+                context = eager_context(module)
+                context.step_count = max(context.step_count, self.rank.step_count)
 
     def _forget_pending(self) -> None:
         batch = self._pending
@@ -510,6 +523,7 @@ class NestedPipeline:
         self._parked.clear()
         self._scheduler.reset(self._next_index)
         self.rank.step_count, self._trained = step_count, trained
+        self._loads += 1
         self._position.load(record, generators, loader)
 
     # -------------------------------------------------------------------------------------- evaluation
