@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -320,8 +321,9 @@ def test_errors() -> None:
     for step in (0, -1, 1.0, True):
         with pytest.raises(ValueError, match=r"step must be an integer >= 1 \(1 for the first update\), got"):
             call(step=step)
-    with pytest.raises(ValueError, match="lr must be finite, got nan"):
-        call(lr=math.nan)
+    for rate in (math.nan, 1e39):
+        with pytest.raises(ValueError, match=re.escape(f"lr must be finite in float32, got {rate}")):
+            call(lr=rate)
     with pytest.raises(TypeError, match="lr must be a float or a float32 CPU tensor, got float64"):
         call(lr=torch.ones(3).double())
     with pytest.raises(ValueError, match=r"lr must have one entry per row \(3\), got shape \[2\]"):

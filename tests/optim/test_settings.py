@@ -205,6 +205,22 @@ def test_schedulers_drive_the_group_without_warnings() -> None:
         assert warm.current_lr("user") == pytest.approx(0.05)
 
 
+def test_rates_that_no_update_can_use_are_refused() -> None:
+    of = group()
+    for value, error, message in (
+        (float("nan"), ValueError, r"got nan \* "),
+        (float("inf"), ValueError, r"got inf \* "),
+        (1e39, ValueError, r"got 1e\+39 \* "),
+        ("fast", TypeError, r"must be a number, got 'fast'"),
+        (None, TypeError, r"must be a number, got None"),
+    ):
+        of.param_groups[0]["lr"] = value
+        with pytest.raises(error, match=rf"lr of table 'user' \(param_groups\[0\]\) .*{message}"):
+            of.current_lr("user")
+    of.param_groups[0]["lr"] = torch.tensor(0.25)
+    assert of.current_lr("user") == 0.25
+
+
 def test_state_dict_carries_the_learning_rates() -> None:
     saved = group()
     saved.param_groups[0]["lr"] = 0.125

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all
+from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all, state_of
 
 from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
 from nestpipe_kernels.jagged import KeyedJaggedTensor
+from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
 WORLD = 2
 BAD_STEP = 2
@@ -210,3 +211,28 @@ def test_fault_26_what_one_owner_alone_sees_all_ranks_hear(mark, policy):
             assert runs[0].state.dense == runs[1].state.dense
             assert runs[0].state.dense != plain[0].state.dense
             assert all(b"\xc0\x7f" not in part for part in runs[0].state.dense)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), 1e39, "fast"])
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_rate_that_no_update_can_use_fails_its_batch_on_all_ranks(schedule, rate):
+    """Rank 1's scheduler went wrong; the rows would be NaN on the rank, and the other one would wait for it."""
+
+    def body(rank, communicator):
+        with make_pipeline(Recommender(communicator), schedule) as pipeline:
+            iterator = iter([make_batch(10 * rank + t, 3) for t in range(4)])
+            group = pipeline.model.ebc.sparse_optimizer.param_groups[0]
+            pipeline.progress(iterator)
+            before, good = state_of(pipeline), group["lr"]
+            group["lr"] = rate if rank == 1 else good
+            with pytest.raises((ValueError, TypeError, RemoteRankError)) as caught:
+                pipeline.progress(iterator)
+            after, group["lr"] = state_of(pipeline), good
+            pipeline.progress(iterator)
+            return str(caught.value), before == after, pipeline.step_count
+
+    (message_0, *rest_0), (message_1, *rest_1) = run_ranks_as_threads(2, body, timeout_s=20.0)
+    assert message_0.startswith("rank 1 failed in learning_rates")
+    assert "sparse optimizer: lr of table 'user' (param_groups[0])" in message_0
+    assert f"got {rate!r}" in message_1
+    assert rest_0 == rest_1 == [True, 2]

@@ -230,9 +230,9 @@ def test_fault_39_a_loader_that_refills_its_tensors_is_harmless():
 def test_a_send_buffer_that_is_used_again_before_it_is_read(monkeypatch):
     case, scratch = scenario(), torch.empty(4096)
 
-    def gather_rows(source, positions, dim):
+    def gather_rows(source, positions, dim, **storage):
         rows = scratch[: len(positions) * dim].view(len(positions), dim)
-        rows.copy_(original(source, positions, dim))
+        rows.copy_(original(source, positions, dim, **storage))
         return rows
 
     def world():

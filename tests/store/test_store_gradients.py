@@ -118,6 +118,10 @@ def test_a_call_may_have_its_own_learning_rate():
     for lr in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"apply_gradients: lr must be finite and >= 0, got {lr}"):
             store.apply_gradients(keys_of(1), torch.ones(1, 1), step=4, lr=lr)
+    with pytest.raises(
+        ValueError, match=r"lr times lr_scale must be finite in float32, got 1e\+39 \* 0.5 for table 'slow'"
+    ):
+        store.apply_gradients(keys_of(1), torch.ones(1, 1), step=4, lr=1e39)
     with pytest.raises(TypeError, match="apply_gradients: lr must be a number or None, got str"):
         store.apply_gradients(keys_of(1), torch.ones(1, 1), step=4, lr="0.1")
 

@@ -11,6 +11,8 @@ from ..types import SparseOptimizer
 
 __all__ = ["SparseOptimizerGroup"]
 
+LARGEST_RATE = torch.finfo(torch.float32).max
+
 
 class SparseOptimizerGroup(torch.optim.Optimizer):
     """A torch optimizer in form: `param_groups[i]` holds "lr", "lr_scale" and "table" of one table.
@@ -51,12 +53,22 @@ class SparseOptimizerGroup(torch.optim.Optimizer):
 
         Raises:
             KeyError: no such table; lists the tables there are.
+            TypeError, ValueError: the rate is no number, or not finite in float32; names the table.
         """
         index = self._index.get(table)
         if index is None:
             raise KeyError(f"sparse optimizer: no table {table!r}; there are {', '.join(sorted(self._index))}")
         group = self.param_groups[index]
-        return float(group["lr"]) * float(group["lr_scale"])
+        where = f"sparse optimizer: lr of table {table!r} (param_groups[{index}])"
+        try:
+            rate = float(group["lr"]) * float(group["lr_scale"])
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{where} must be a number, got {group['lr']!r}") from error
+        if not abs(rate) <= LARGEST_RATE:
+            raise ValueError(
+                f"{where} times lr_scale must be finite in float32, got {group['lr']} * {group['lr_scale']}"
+            )
+        return rate
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Does nothing but evaluate `closure`: rows are updated once per batch, by whoever has all their gradients."""

@@ -90,9 +90,10 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
               accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
         Stage("commit", "commit", "exchange", "communication", posts=("control",), accesses=(
-            _each("row_gradients"), _each("dense_slice"), _each("loss")), cost=Cost("network", "latency")),
+            _each("row_gradients"), _each("dense_slice"), _each("loss"), read("learning_rates")),
+            cost=Cost("network", "latency")),
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
-            _each("verdict", writes=True), write("step_count"), read("learning_rates"))),
+            _each("verdict", writes=True), write("step_count"))),
         Stage("dense_step", "dense_step", "caller", "compute", lands=("dense.gather",), accesses=(
             _each("verdict"), write("dense.gradients"), write("dense.parameters")),
             cost=Cost("compute", "dense_bytes")),

@@ -131,7 +131,11 @@ def _name_bad_rows(rank: RankState, batch: BatchState) -> tuple[int, str]:
 
 
 def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
-    """This rank's word to everybody: failed or not, and what is not finite."""
+    """This rank's word to everybody: failed or not, and what is not finite. A learning rate that cannot be used is a
+    failure, so it is read here; nobody sets it before the batch has ended."""
+    if batch.training:
+        with batch.guard(rank.communicator.rank, "learning_rates"):
+            batch.learning_rates = [b.module.learning_rates(b.index) for b in rank.bindings]
     bad, names = _name_bad_rows(rank, batch)
     flags = Flags(
         batch.index,
@@ -163,7 +167,7 @@ def check_failures(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Decide alike on all ranks whether the batch counts; learning rates are read here, on the caller's thread."""
+    """Decide alike on all ranks whether the batch counts."""
     peers = _land_flags(rank, batch)
     failed = [p for p, flags in enumerate(peers) if flags.failed]
     if failed:
@@ -178,9 +182,8 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
     if skipped and rank.nan_policy == "raise":
         batch.verdict = Verdict(False, non_finite=skipped)
         return
-    rates = [b.module.learning_rates(b.index) for b in rank.bindings]
     rank.step_count += 1
-    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, skipped, rates)
+    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, skipped, batch.learning_rates)
 
 
 def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:

@@ -241,6 +241,8 @@ class BatchState:
     """Running statistics of the model before this batch's forward; put back if the batch does not count."""
     dense_slice: Tensor | None = None
     dense_finite: bool = True
+    learning_rates: list[Tensor] = field(default_factory=list)
+    """float32 [tables] of every store, read before the flags are sent."""
     verdict: Verdict | None = None
     handles: dict[tuple[str, int], Handle] = field(default_factory=dict)
 

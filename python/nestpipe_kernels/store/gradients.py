@@ -18,6 +18,7 @@ from ..types import KeyStatus, PoolingType, RowStore, TableSpec
 __all__ = ["apply_gradients", "sum_gradients"]
 
 SHOWN_KEYS = 5
+LARGEST_RATE = torch.finfo(torch.float32).max
 
 
 def sum_gradients(inverse: Tensor, grads: Tensor, num_unique: int) -> Tensor:
@@ -42,7 +43,7 @@ def apply_gradients(
     store: RowStore, spec: TableSpec, keys: Tensor, tables: Tensor, grads: Tensor, step: int, lr: float | None
 ) -> Tensor:
     """As `EmbeddingStore.apply_gradients`, for checked keys and gradients of the table `spec`."""
-    rate = (store.optimizer.lr if lr is None else _checked_rate(lr)) * spec.lr_scale
+    rate = _checked_rate(store.optimizer.lr if lr is None else lr, spec)
     distinct = dedup(keys)
     unique_keys, unique_tables = keys[distinct.unique_index], tables[distinct.unique_index]
     sums = sum_gradients(distinct.inverse, grads, unique_keys.numel())
@@ -58,12 +59,19 @@ def apply_gradients(
     return status[distinct.inverse.to(torch.int64)]
 
 
-def _checked_rate(lr: float) -> float:
+def _checked_rate(lr: float, spec: TableSpec) -> float:
+    """`lr` times the table's scale."""
     if isinstance(lr, bool) or not isinstance(lr, (int, float)):
         raise TypeError(f"apply_gradients: lr must be a number or None, got {type(lr).__name__}")
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"apply_gradients: lr must be finite and >= 0, got {lr!r}")
-    return lr
+    rate = lr * spec.lr_scale
+    if rate > LARGEST_RATE:
+        raise ValueError(
+            f"apply_gradients: lr times lr_scale must be finite in float32, got {lr!r} * {spec.lr_scale!r} for table "
+            f"{spec.name!r}"
+        )
+    return rate
 
 
 def _check_finite(spec: TableSpec, keys: Tensor, sums: Tensor) -> None:

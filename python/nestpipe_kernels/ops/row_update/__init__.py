@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from . import native, reference
 __all__ = ["row_update"]
 
 OPERATION = "row_update"
+LARGEST_RATE = torch.finfo(torch.float32).max
 
 
 def row_update(
@@ -80,8 +79,8 @@ def row_update(
 
 def _check_lr(lr: float | Tensor, num_rows: int) -> float | Tensor:
     if not isinstance(lr, Tensor):
-        if not math.isfinite(lr):
-            raise ValueError(f"{OPERATION}: lr must be finite, got {lr!r}")
+        if not abs(lr) <= LARGEST_RATE:
+            raise ValueError(f"{OPERATION}: lr must be finite in float32, got {lr!r}")
         return float(lr)
     if lr.dtype != torch.float32 or lr.device.type != "cpu":
         raise TypeError(f"{OPERATION}: lr must be a float or a float32 CPU tensor, got {checks.describe(lr)}")
