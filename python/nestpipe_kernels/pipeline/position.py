@@ -294,8 +294,8 @@ class Position:
             origin.failure = CheckpointError(
                 f"checkpoint: the loader ({_name(origin.loader)}) does not give the batch that was to come next: its "
                 "data, order, batch size or random numbers are not those of the saved run. Use the same loader with "
-                "run(loader), one with state_dict() and load_state_dict(), or pipeline.add_generator() for a generator of "
-                "its own; load(..., start_epoch=True) starts the data from the beginning"
+                "run(loader), one with state_dict() and load_state_dict(), or pipeline.add_generator() for a generator "
+                "of its own; load(..., start_epoch=True) starts the data from the beginning"
             )
             batch.failure = Failure(rank, "prefetch", f"CheckpointError: {origin.failure}", origin.failure)
 
