@@ -103,21 +103,29 @@ def _measure(parsed: argparse.Namespace, root: Path) -> tuple[_Times, list[int],
         times.add("write", partial(write_files, plain, sizes))
         plains = sorted(plain.iterdir())
         if "load" in wanted:
-            cold.append(drop_from_cache([*files, *plains]))
+            cold.append(_forget([*files, *plains]))
             times.add("read", partial(read_files, plains))
             target = _Model(parsed.dim, parsed.optimizer)
             times.add("load", partial(load, saved, model=target))
             del target
         shutil.rmtree(plain)
         if "reshard" in wanted:
-            cold.append(drop_from_cache(files))
+            cold.append(_forget(files))
             other.mkdir()
             times.add("copy", partial(copy_files, files, other))
             shutil.rmtree(other)
-            cold.append(drop_from_cache(files))
+            cold.append(_forget(files))
             times.add("reshard", partial(reshard, saved, parsed.ranks, other))
             shutil.rmtree(other)
     return times, sizes, False if False in cold else (None if None in cold else True)
+
+
+def _forget(files: list[Path]) -> bool | None:
+    """drop_from_cache, with a line that says what came of it."""
+    cold = drop_from_cache(files)
+    answer = {True: "yes", False: "NO, the next times are of reading memory", None: "unknown"}[cold]
+    print(f"checkpoint: cache dropped: {answer}", file=sys.stderr)
+    return cold
 
 
 def _filled(parsed: argparse.Namespace) -> _Model:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["copy_files", "drop_from_cache", "read_files", "write_files"]
+__all__ = ["cached_share", "copy_files", "drop_from_cache", "read_files", "write_files"]
 
 BLOCK = 4 << 20
 """Bytes of one call; larger ones are not faster."""
-SMALL = 1 << 20
-"""Bytes below which a file's place does not matter; systems keep small ones although asked to forget them."""
-SAMPLES = 16
-"""Places of a file at which it is asked whether it is still in memory."""
+ATTEMPTS = 3
+"""To make the system forget files: others may hold on to pages for a moment."""
+COLD = 0.01
+"""Share of pages that may still be in memory where files count as forgotten."""
 
 
 def write_files(directory: Path, sizes: Sequence[int]) -> float:
@@ -70,46 +71,64 @@ def copy_files(paths: Iterable[Path], directory: Path) -> float:
 
 
 def drop_from_cache(paths: Iterable[Path]) -> bool | None:
-    """Ask the system to forget files that are on the disk already, so that the next read comes from there.
+    """Sync files and ask the system to forget them, so that the next read comes from the disk.
 
     Returns:
-        Whether it did, files below 1 MiB apart; None where that cannot be found out. The disk's own memory, or a
+        Whether it did, up to 1 % of their pages; None where the system cannot tell. The disk's own memory, or a
         virtual machine's host, may still hold them: compare with `read_files` of files that were treated alike.
     """
-    verdicts = [_drop(path) for path in paths]
-    return False if False in verdicts else (None if None in verdicts else True)
+    paths = list(paths)
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    share: float | None = None
+    for _ in range(ATTEMPTS):
+        for path in paths:
+            _drop(path)
+        share = cached_share(paths)
+        if share is None or share <= COLD:
+            break
+        time.sleep(0.1)
+    return None if share is None else share <= COLD
 
 
-def _drop(path: Path) -> bool | None:
+def _drop(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        size = os.fstat(descriptor).st_size
-        if not hasattr(os, "posix_fadvise"):
-            return None
+        os.fsync(descriptor)  # pages that wait to be written stay
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _is_cold(descriptor, size)
     finally:
         os.close(descriptor)
 
 
-def _is_cold(descriptor: int, size: int) -> bool | None:
-    """A read that must not wait for the disk fails where there is nothing in memory."""
-    if size < SMALL:
-        return True
-    if not hasattr(os, "RWF_NOWAIT"):
+def cached_share(paths: Iterable[Path]) -> float | None:
+    """Share of the pages of files that are in memory, by mincore(2), which reads none; None where it cannot tell."""
+    pages = cached = 0
+    for path in paths:
+        found = _pages_in_memory(path)
+        if found is None:
+            return None
+        pages += len(found)
+        cached += sum(page & 1 for page in found)
+    return cached / max(1, pages)
+
+
+def _pages_in_memory(path: Path) -> bytes | None:
+    """One byte for each page of a file."""
+    size = path.stat().st_size
+    if size == 0:
+        return b""
+    try:
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+    except (OSError, AttributeError):
         return None
-    probe = bytearray(1)
-    for sample in range(SAMPLES):
-        try:
-            os.preadv(descriptor, [probe], size * sample // SAMPLES, os.RWF_NOWAIT)
-        except BlockingIOError:
-            continue
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                return None
-            raise
-        return False
-    return True
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    found = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    # Private and writable, as ctypes takes no address of read-only memory; nothing is written.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+        place = ctypes.c_char.from_buffer(mapped)
+        failed = mincore(ctypes.addressof(place), size, found)
+        del place
+    return None if failed else found.raw
 
 
 def _sync_directory(directory: Path) -> None:

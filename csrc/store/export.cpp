@@ -23,11 +23,7 @@ void EmbeddingStore::check_shards(int first, int end) {
 void EmbeddingStore::shard_sizes(std::int64_t table, std::int64_t* sizes) const {
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
-  parallel_tasks(kNumShards, [&](std::int64_t shard) {
-    std::int64_t count = 0;
-    index.for_each_in_shard(static_cast<int>(shard), [&](std::int64_t, std::uint32_t) { ++count; });
-    sizes[shard] = count;
-  });
+  for (int shard = 0; shard < kNumShards; ++shard) sizes[shard] = index.size_of_shard(shard);
 }
 
 std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int end,
@@ -38,6 +34,7 @@ std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int en
   const KeyIndex& index = tables_.at(static_cast<std::size_t>(table))->index;
   std::vector<std::vector<std::pair<std::int64_t, std::uint32_t>>> shards(end - first);
   parallel_tasks(end - first, [&](std::int64_t i) {
+    shards[i].reserve(index.size_of_shard(first + static_cast<int>(i)));
     index.for_each_in_shard(first + static_cast<int>(i), [&](std::int64_t key, std::uint32_t row) {
       shards[i].emplace_back(key, row);
     });
@@ -61,7 +58,9 @@ std::int64_t EmbeddingStore::export_shards(std::int64_t table, int first, int en
 void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size,
                                   const std::vector<RowColumn>& columns) const {
   constexpr std::int64_t kRowsPerTask = 256;
-  constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
+  constexpr std::int64_t kAhead = 8;  // Rows that are requested before they are copied.
+  constexpr std::int64_t kFloatsPerLine = 16;
+  const std::int64_t requested = std::min<std::int64_t>(row_floats_, 16 * kFloatsPerLine);
   check_handles(handles, size);
   check_columns(columns);
   if (std::find(handles, handles + size, -1) != handles + size) {
@@ -69,7 +68,10 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
   }
   parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t j = begin; j < end; ++j) {
-      if (j + kAhead < end) __builtin_prefetch(row(handles[j + kAhead]));
+      if (j + kAhead < end) {
+        const float* const later = row(handles[j + kAhead]);
+        for (std::int64_t d = 0; d < requested; d += kFloatsPerLine) __builtin_prefetch(later + d);
+      }
       const auto* const from = reinterpret_cast<const char*>(row(handles[j]));
       for (const RowColumn& column : columns) {
         std::memcpy(column.data + j * column.bytes, from + column.offset,

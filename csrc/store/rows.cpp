@@ -132,6 +132,9 @@ void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t siz
   check_handles(handles, size);
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   for (std::int64_t j = 0; j < size; ++j) {
+    if (j + 2 * kAhead < size && handles[j + 2 * kAhead] >= 0) {
+      __builtin_prefetch(record(handles[j + 2 * kAhead]));
+    }
     out.last_used[j] = handles[j] < 0 ? -1 : record(handles[j])->last_used;
     out.frequency[j] = handles[j] < 0 ? 0 : record(handles[j])->frequency;
   }

@@ -57,6 +57,7 @@ class KeyIndex {
   // Takes out the key with this hash that has `row`; it is present.
   void erase_row(std::uint64_t hash, std::uint32_t row);
 
+  std::uint32_t size_of_shard(int shard_number) const { return shards_[shard_number].num_keys; }
   // Calls visit(key, row) for every entry of a shard, in no particular order.
   template <typename Visit>
   void for_each_in_shard(int shard_number, const Visit& visit) const {

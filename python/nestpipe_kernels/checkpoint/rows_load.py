@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -234,7 +235,7 @@ class _Load:
         """Rows of a file that this rank owns, chunk by chunk."""
         saved = self.manifest.table(target.source)
         hashes, own_hashes = _hash_of(saved.hash_name), _hash_of(target.spec.name)
-        identity = torch.arange(NUM_SLICES, dtype=torch.int32)
+        identity = torch.from_numpy(np.arange(NUM_SLICES, dtype=np.int32))
         path = self.directory / file.name
         with open_tensor_file(path, self.manifest.files[file.name]) as source:
             for tensors in source.chunks(names, rows_per_chunk(row_parts(target.store))):
@@ -250,11 +251,11 @@ class _Load:
 
     def _reserve(self, target: TableTarget) -> None:
         """Let the index be as long as it will be: files' keys are spread evenly over their slices."""
-        own = self.slice_owner == self.rank
+        own = self.slice_owner.numpy() == self.rank
         expected = 0.0
         for file in self._files(target):
             slices = own[file.first_slice : file.end_slice]
-            expected += file.rows * int(slices.sum()) / max(1, slices.numel())
+            expected += file.rows * int(slices.sum()) / max(1, slices.size)
         with _memory_is_explained(target):
             target.store.reserve_keys(target.table, int(expected))
 

@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20
 _MAX_ROWS = 32_000
 """Of a chunk: torch lets threads loose on longer vectors, and those spin for a while after each of them."""
 _NUM_SHARDS = 256
-_KEYS_AT_ONCE = 1 << 20
+_KEYS_AT_ONCE = 1 << 17
 
 
 def save_tables(
@@ -73,8 +73,8 @@ def save_tables(
 
 def slice_range(slice_owner: Tensor, rank: int) -> tuple[int, int]:
     """The smallest range of slices (first, end) that holds all of a rank's; (0, 0) if it owns none."""
-    own = (slice_owner == rank).nonzero().reshape(-1)
-    if own.numel() == 0:
+    own = (slice_owner.numpy() == rank).nonzero()[0]  # not by torch: see _MAX_ROWS
+    if own.size == 0:
         return 0, 0
     first, last = int(own[0]), int(own[-1])
     assert last < NUM_SLICES
