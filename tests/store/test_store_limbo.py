@@ -8,6 +8,7 @@ from stores import StateOf, item_store, keys_of, table_zero, whole_rows
 
 from nestpipe_kernels.policy import LRU, TTL, MinFrequency
 from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.store.embedding_store import RowMetadata
 from nestpipe_kernels.types import KeyStatus, TableSpec
 
 FOUND, INSERTED, _, REFUSED, NOT_ADMITTED = (int(status) for status in KeyStatus)
@@ -239,3 +240,37 @@ def test_not_admitted_keys_have_no_handle_and_read_the_default_row():
     assert (retrieval.handles >= 0).tolist() == [True, False]
     assert store.metadata(keys_of(1, 2)).frequency.tolist() == [3, 0]
     assert store.admission_state()["counts"].tolist() == [2]
+
+
+def test_a_row_that_came_back_may_go_again_as_soon_as_before():
+    """Its age must be that of its last use: a younger one would hide it from the next choice."""
+    store = item_store(capacity=2, eviction=LRU(0.0))
+    retrieve(store, keys_of(1, 2), 0)
+    second = retrieve(store, keys_of(3, 4), 2)
+    assert evicted(store, second) == [1, 2]
+    store.undo(second)
+    again = retrieve(store, keys_of(5, 6), 2)
+    assert again.status.tolist() == [INSERTED, INSERTED]
+    store.undo(again)
+    # The same where all rows of that age are chosen at once.
+    assert retrieve(store, keys_of(7, 8), 2).status.tolist() == [INSERTED, INSERTED]
+
+
+def test_metadata_written_by_an_old_handle_brings_no_row_back():
+    store = item_store(capacity=1, eviction=LRU(0.0))
+    handle = retrieve(store, keys_of(1), 0).handles
+    retrieve(store, keys_of(2), 2)
+    store.write_metadata(handle, RowMetadata(keys_of(1), keys_of(9)))
+    assert store.keys().tolist() == [2]
+    assert retrieve(store, keys_of(3), 4).status.tolist() == [INSERTED]
+    assert store.keys().tolist() == [3]
+    assert store.counters()["evicted"] == 2
+
+
+def test_written_metadata_moves_the_index_of_the_next_batch():
+    store = item_store(eviction=TTL(5))
+    handle = retrieve(store, keys_of(1), 0).handles
+    store.write_metadata(handle, RowMetadata(keys_of(40), keys_of(1)))
+    assert store.last_batch == 40
+    store.find_or_insert(keys_of(2))
+    assert store.metadata(keys_of(2)).last_used.tolist() == [41]

@@ -156,6 +156,24 @@ def test_score_functions_see_the_rows_that_may_go():
     assert sorted(store.keys().tolist()) == [2, 3, 4, 10]
 
 
+def test_score_functions_see_keys_in_an_order_of_their_own():
+    """Not that of insertion: a score that depends on positions would evict other rows after a resume."""
+    seen = []
+
+    def score(keys, last_used, frequency, batch):
+        seen.append(keys.tolist())
+        return torch.arange(len(keys), dtype=torch.float64)
+
+    gone = []
+    for order in (torch.arange(50), torch.arange(50).flip(0)):
+        store = item_store(capacity=50, eviction=Score(score, 0.0))
+        store.find_or_insert(order, batch=0)
+        store.find_or_insert(keys_of(100), batch=5)
+        gone.append(set(range(50)) - set(store.keys().tolist()))
+    assert seen[0] == seen[1]
+    assert gone[0] == gone[1] == {seen[0][0]}
+
+
 def test_a_score_function_must_not_use_its_store():
     def score(keys, last_used, frequency, batch):
         return store.metadata(keys).frequency.double()
