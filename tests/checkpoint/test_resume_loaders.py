@@ -19,6 +19,7 @@ from noisy_training import (
     seed_all,
     start,
 )
+from torch.utils.data import DataLoader
 
 from nestpipe_kernels import checkpoint
 from nestpipe_kernels.data import SyntheticConfig, SyntheticDataset, batches
@@ -62,6 +63,39 @@ def check(path, make_loader, through, schedule="nested", save_at=(0, 3), **setti
 @pytest.mark.parametrize("save_at", [(0, 2), (1, 6)], ids=["middle", "end"])
 def test_fault_44_a_shuffling_data_loader_goes_on(tmp_path, schedule, own_generator, workers, save_at):
     check(tmp_path, lambda: data_loader(workers, own_generator), by_run, schedule, save_at)
+
+
+@functools.cache
+def _fixed_samples() -> list[Any]:
+    seed_all(3)
+    return [NoisySamples()[number] for number in range(SAMPLES)]
+
+
+def _loader_that_keeps_workers() -> DataLoader[Any]:
+    context = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork", "timeout": 30}
+    return DataLoader(_fixed_samples(), batch_size=BATCH, shuffle=True, **context)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("save_at", [(0, 2), (1, 2)], ids=["first", "second"])
+def test_fault_44_a_data_loader_that_keeps_its_workers_goes_on(tmp_path, save_at):
+    """From its second epoch on, iter() draws fewer random numbers."""
+    _fixed_samples()
+    check(tmp_path, _loader_that_keeps_workers, by_run, "nested", save_at)
+
+
+def test_fault_44_back_to_a_checkpoint_with_the_same_loader(tmp_path):
+    """Its workers are there by then, as they were not when the epoch began."""
+    _fixed_samples()
+    seed_all(5)
+    run, loader = start("nested"), _loader_that_keeps_workers()
+    losses = []
+    for loss in by_run(run, loader):
+        losses.append(loss)
+        if len(losses) == 2:
+            checkpoint.save(tmp_path, model=run.model, pipeline=run.pipeline)
+    checkpoint.load(tmp_path, model=run.model, pipeline=run.pipeline)
+    assert list(by_run(run, loader)) == losses[2:]
+    run.pipeline.close()
 
 
 @pytest.mark.parametrize("schedule", ["dbp", "fwp"])

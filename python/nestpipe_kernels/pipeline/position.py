@@ -64,6 +64,8 @@ class Origin:
     """Batches handed out (or errors raised) so far."""
     record: dict[str, Any] | None = None
     """The position from before the latest next()."""
+    reused: bool = False
+    """iter() found a torch DataLoader's workers of the epoch before, and so drew fewer random numbers."""
     exhausted: bool = False
     redo: Redo | None = None
     failure: CheckpointError | None = None
@@ -128,6 +130,7 @@ class Position:
         own = self.generators(loader)
         if not training or self._plan is None:
             origin.before = capture_random(own)
+            origin.reused = _keeps_workers(loader)
             iterator: Iterator[Any] = iter(loader)
         else:
             plan, self._plan = self._plan, None
@@ -142,6 +145,8 @@ class Position:
             if kind == "state":
                 self._give_state(loader, plan)
             elif kind == "count":
+                origin.reused = record.get("reused") is True
+                _prepare_workers(loader, origin.reused)
                 restore_random(record["before"], own)
             else:
                 restore_random(plan.after, _loaders_only(own), defaults=False)
@@ -283,7 +288,13 @@ class Position:
             return {"kind": "exhausted"}
         if has_state(origin.loader):
             return loader_record(origin.loader)
-        return {"kind": "count", "class": _name(origin.loader), "consumed": origin.calls, "before": origin.before}
+        return {
+            "kind": "count",
+            "class": _name(origin.loader),
+            "consumed": origin.calls,
+            "before": origin.before,
+            "reused": origin.reused,
+        }
 
     @staticmethod
     def _compare(redo: Redo, origin: Origin, batch: BatchState, rank: int) -> None:
@@ -363,6 +374,21 @@ class Position:
         if record["kind"] != "none" or states is not None:
             after = states if states is not None else capture_random(own)
             self._plan = _Plan(_with_states(record), after, positioned)
+
+
+def _keeps_workers(loader: Any) -> bool:
+    """Whether iter() of a torch DataLoader will go on with workers that it has (persistent_workers=True)."""
+    return isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None
+
+
+def _prepare_workers(loader: Any, reused: bool) -> None:
+    """Let the next iter() find workers, or none, as that of the saved run did: its random numbers depend on it."""
+    if not isinstance(loader, torch.utils.data.DataLoader) or not loader.persistent_workers:
+        return
+    if not reused:
+        loader._iterator = None
+    elif loader._iterator is None:
+        iter(loader)
 
 
 def loader_record(loader: Any) -> dict[str, Any]:
