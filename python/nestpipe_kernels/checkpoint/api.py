@@ -94,7 +94,9 @@ def load(
         model, pipeline, optimizer, loader, extra: as for `save`. A pipeline forgets the batches that it has drawn.
             Without `loader` the position is kept for what the pipeline trains from next.
         tables: load the rows of these tables alone; None: of all. The dense part is loaded either way.
-        strict: False: tables, parameters, buffers and extra objects that one side lacks are reported, no error.
+        strict: False: tables, parameters, buffers and extra objects that one side lacks are reported, no error;
+            and of a table's seed, initial values, admission rule and optimizer's numbers (not its kind) the model's
+            are taken where they differ.
         optimizer_state: False: leave out optimizer states and learning rates; rows start with fresh states.
         start_epoch: True: the data starts from its beginning; step counts and generators are restored all the same.
 

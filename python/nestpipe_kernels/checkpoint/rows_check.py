@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..types import TableSpec
-from .manifest_parts import TableFile, TableRecord
+from .manifest_parts import OptimizerRecord, TableFile, TableRecord
 from .settings import table_record
 
 __all__ = ["TableTarget", "check_rows", "differences"]
@@ -61,21 +61,32 @@ def differences(saved: TableRecord, target: TableTarget, optimizer_state: bool, 
     fields = ["dim", "num_embeddings"]
     if strict:
         fields += ["seed", "init", "admission"]
-    if optimizer_state:
-        fields.append("optimizer")
     model_s = " (strict=False takes the model's)"
     advice = {
         "seed": model_s,
         "init": model_s,
         "admission": " (strict=False takes the model's, and counts of keys without a row start anew)",
-        "optimizer": " (optimizer_state=False takes the embeddings alone)",
     }
+    found = [(name, getattr(saved, name), getattr(own, name), advice.get(name, "")) for name in fields]
+    if optimizer_state:
+        found += _optimizer_facts(saved.optimizer, own.optimizer, strict, model_s)
     return [
-        f"table {saved.name!r}: {name} is {_shown(getattr(saved, name))} in the checkpoint, "
-        f"{_shown(getattr(own, name))} in the model{advice.get(name, '')}"
-        for name in fields
-        if getattr(saved, name) != getattr(own, name)
+        f"table {saved.name!r}: {name} is {_shown(theirs)} in the checkpoint, {_shown(ours)} in the model{then}"
+        for name, theirs, ours, then in found
+        if theirs != ours
     ]
+
+
+def _optimizer_facts(
+    saved: OptimizerRecord, own: OptimizerRecord, strict: bool, model_s: str
+) -> list[tuple[str, Any, Any, str]]:
+    """(what, saved, own, advice) of two optimizers: their states must be alike; their numbers too, where `strict`."""
+    if (saved.name, saved.slots) != (own.name, own.slots):
+        return [("optimizer", saved, own, " (optimizer_state=False takes the embeddings alone)")]
+    if not strict:
+        return []
+    names = sorted({*saved.hyper, *own.hyper})
+    return [(f"{own.name}'s {name}", saved.hyper.get(name), own.hyper.get(name), model_s) for name in names]
 
 
 def _shown(value: Any) -> str:

@@ -31,14 +31,15 @@ def means(per_rank: list[TrainingRun]) -> dict[str, float]:
 
 
 def table(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:
-    """Lines of the table; the last column compares with the first row."""
-    rows = [["schedule", *(title for title, _ in COLUMNS), "speedup"]]
+    """Lines of the table; with several runs the last column compares with the first row."""
+    compared = len(runs) > 1
+    rows = [["schedule", *(title for title, _ in COLUMNS), *(["speedup"] * compared)]]
     first = means(runs[0])
     for per_rank in runs:
         numbers = means(per_rank)
         speedup = first["step_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
         cells = [f"{numbers[name]:.2f}" for _, name in COLUMNS]
-        rows.append([per_rank[0].schedule, *cells, f"{speedup:.2f}x"])
+        rows.append([per_rank[0].schedule, *cells, *([f"{speedup:.2f}x"] * compared)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
