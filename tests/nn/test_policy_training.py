@@ -272,3 +272,16 @@ def test_a_frozen_table_follows_its_rules_and_keeps_its_values() -> None:
 
 def _train_frozen(ebc: EmbeddingBagCollection, *keys: int) -> None:
     (ebc(_features(*keys)).values() * torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def test_batches_count_on_from_those_that_the_store_has_seen() -> None:
+    """A pipeline may have trained the module before: rows it used must not look as if they were used later."""
+    ebc = _module(capacity=4, eviction=policy.LRU(slack=0.0))
+    store, keys = ebc.row_stores()[0], torch.tensor([1, 2, 3])
+    store.retrieve(keys, torch.zeros(3, dtype=torch.int32), None, 50)
+    ages = []
+    for key in (9, 10, 11):
+        _train(ebc, key)
+        handle = store.find_handles(torch.tensor([key]), torch.zeros(1, dtype=torch.int32))
+        ages += store.read_metadata(handle).last_used.tolist()  # type: ignore[attr-defined]
+    assert ages == [50, -1, 52]  # at 51 the four rows are pinned

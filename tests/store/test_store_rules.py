@@ -174,6 +174,13 @@ def test_score_functions_see_keys_in_an_order_of_their_own():
     assert gone[0] == gone[1] == {seen[0][0]}
 
 
+def test_scores_count_to_the_last_bit_of_float64():
+    store = item_store(capacity=40, eviction=Score(lambda keys, *_: 1.0 + keys.double() * 2.0**-50, 0.0))
+    store.find_or_insert(torch.arange(40), batch=0)
+    store.find_or_insert(torch.arange(100, 105), batch=5)
+    assert set(store.keys().tolist()) == set(range(5, 40)) | set(range(100, 105))
+
+
 def test_a_score_function_must_not_use_its_store():
     def score(keys, last_used, frequency, batch):
         return store.metadata(keys).frequency.double()
