@@ -72,6 +72,11 @@ class NestedPipeline:
         if not isinstance(config, PipelineConfig):
             raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
         check_optimizer(dense_optimizer)
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(
+                f"NestedPipeline: loss_fn must be callable or None, got {type(loss_fn).__name__}; settings go by name: "
+                "config=PipelineConfig(...)"
+            )
         self.model = model
         found = cast("dict[str, EmbeddingModule]", embedding_modules(model))
         modules = {name: module for name, module in found.items() if module.row_stores()}
