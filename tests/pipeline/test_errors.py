@@ -379,7 +379,10 @@ def test_a_parameter_with_a_sparse_gradient_is_named():
     [
         ({"config": {"schedule": "nested"}}, "config must be a PipelineConfig, got dict"),
         ({"config": {}}, "config must be a PipelineConfig, got dict"),
-        ({"loss_fn": PipelineConfig()}, "loss_fn must be callable or None, got PipelineConfig; settings go by name"),
+        (
+            {"loss_fn": PipelineConfig()},
+            "loss_fn must be callable or None, got PipelineConfig; settings go by name: config=PipelineConfig(...)",
+        ),
         (
             {"dense_optimizer": optim.SGD(lr=0.1)},
             "dense_optimizer must have a step() method, got SGD; row optimizers belong to the embedding modules; for "
