@@ -179,3 +179,23 @@ def test_a_backward_that_fails_changes_nothing_and_the_next_one_trains(lookup_fi
         assert rows() == [[expected, expected]]
         ebc(features).values().sum().backward()
         assert rows() == [[expected - 1, expected - 1]]
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagConfig, EmbeddingConfig])
+def test_fault_29_max_norm_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_norm'"):
+        kind(20, 3, "t", max_norm=1.0)
+
+
+def test_fault_29_forward_and_backward_alone_change_no_row() -> None:
+    """Rows of any length stay as they are until the one update at the end of backward."""
+    module = EmbeddingBagCollection(_tables(init=init.Uniform(-50, 50)), optimizer=optim.Adagrad(lr=0.5))
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    for step in range(3):
+        output = module(_features(step)).values()
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    module.eval()
+    module(_features(3))
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    output.sum().backward()
+    assert not all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
