@@ -49,6 +49,7 @@ def _fork(child) -> int:
     if pid:
         return pid
     try:
+        torch.set_num_threads(1)  # torch's threads are not in the child: an operation that waits for them never ends
         child()
     finally:
         os._exit(1)
