@@ -25,7 +25,7 @@ from .fields import Field
 from .files import FileRecord, TensorFileWriter
 from .filesystem import explained, remove_if_there, sync_directory
 from .manifest import Manifest
-from .manifest_parts import TableRecord, files_from_field, files_to_json
+from .manifest_parts import TABLE_SETTINGS, TableRecord, files_from_field, files_to_json
 from .names import LOCK_NAME, MANIFEST_NAME, MAX_GENERATION, generation_of
 from .writer_facts import writer_facts
 
@@ -34,18 +34,6 @@ __all__ = ["Generation", "RankPart", "Saving", "save_generation", "saving_into"]
 _DOING = "saving a checkpoint"
 _NUMBER_BYTES = 9
 """Of the number in the lock's file: 8 digits and a newline."""
-_SHARED_SETTINGS = (
-    "name",
-    "hash_name",
-    "dim",
-    "data_type",
-    "num_embeddings",
-    "seed",
-    "init",
-    "optimizer",
-    "admission",
-    "eviction",
-)
 
 
 @dataclass
@@ -250,7 +238,7 @@ def _merge(generation: Generation, values: list[Any]) -> Manifest:
 
 
 def _add_rank(table: TableRecord, more: TableRecord, rank: int) -> None:
-    for name in _SHARED_SETTINGS:
+    for name in TABLE_SETTINGS:
         if getattr(table, name) != getattr(more, name):
             raise CheckpointError(
                 f"checkpoint: ranks disagree on {name} of table {table.name!r}: rank 0 has "

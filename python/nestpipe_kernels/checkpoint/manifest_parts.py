@@ -126,7 +126,7 @@ class TableRecord:
         )
 
 
-_TABLE_FIELDS = (
+TABLE_SETTINGS = (
     "name",
     "hash_name",
     "dim",
@@ -135,13 +135,11 @@ _TABLE_FIELDS = (
     "seed",
     "init",
     "optimizer",
-    "rows",
     "admission",
     "eviction",
-    "counters",
-    "files",
-    "admission_files",
 )
+"""Fields of a table in which all ranks agree; the others speak of its rows and files."""
+_TABLE_FIELDS = (*TABLE_SETTINGS, "rows", "counters", "files", "admission_files")
 
 
 def _optimizer(optimizer: Field) -> OptimizerRecord:

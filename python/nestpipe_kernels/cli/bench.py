@@ -29,11 +29,21 @@ def add_bench(commands: Any) -> None:
     _add_checkpoint(cases)
 
 
+def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """A case with the options that all have."""
+    case: argparse.ArgumentParser = cases.add_parser(
+        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
+    case.add_argument("--seed", type=int, default=0, help="seed of keys and gradients")
+    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    case.set_defaults(run=_run)
+    return case
+
+
 def _add_train_step(cases: Any) -> None:
     text = "lookup and pooling, backward, and row update of one step on one process, without a dense part"
-    case = cases.add_parser(
-        "train_step", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    case = _add_case(cases, "train_step", text)
     case.add_argument("--tables", type=positive, default=4, help="number of tables")
     case.add_argument("--rows", type=positive, default=1_000_000, help="rows of a table")
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
@@ -41,48 +51,32 @@ def _add_train_step(cases: Any) -> None:
     case.add_argument("--bag", type=positive, default=20, help="keys of a bag")
     case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
     case.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
-    case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
     case.add_argument("--repeat", type=positive, default=20, help="timed steps of each")
-    case.add_argument("--seed", type=int, default=0, help="seed of keys and gradients")
     case.add_argument("--peers", action="store_true", help="also nn.EmbeddingBag and, if installed, FBGEMM")
-    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
-    case.set_defaults(run=_run)
 
 
 def _add_evict(cases: Any) -> None:
     text = "find_or_insert into a full table that evicts, beside one with room for everything"
-    case = cases.add_parser(
-        "evict", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    case = _add_case(cases, "evict", text)
     case.add_argument("--rows", type=positive, default=1_000_000, help="capacity of the table that evicts")
     case.add_argument("--keys", type=positive, default=20_000_000, help="ids of the Zipf stream")
     case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the Zipf stream")
     case.add_argument("--batch", type=positive, default=65_536, help="keys of a call")
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     case.add_argument("--slack", type=float, default=0.0625, help="part of the capacity that is freed at once")
-    case.add_argument("--threads", type=positive, default=None, help="threads (NESTPIPE_THREADS or cores)")
     case.add_argument("--repeat", type=positive, default=60, help="timed calls")
-    case.add_argument("--seed", type=int, default=0, help="seed of the keys")
-    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
-    case.set_defaults(run=_run)
 
 
 def _add_checkpoint(cases: Any) -> None:
     text = "saving, loading and resharding a table on one process, against the disk's own rates in the same run"
-    case = cases.add_parser(
-        "checkpoint", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    case = _add_case(cases, "checkpoint", text)
     case.add_argument("--rows", type=positive, default=2_000_000, help="rows of the table")
     case.add_argument("--dim", type=positive, default=16, help="size of an embedding")
     case.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
     case.add_argument("--ranks", type=positive, default=4, help="number of ranks to reshard to")
     case.add_argument("--only", nargs="+", choices=("save", "load", "reshard"), default=None, help="parts of it")
     case.add_argument("--directory", metavar="DIR", default=None, help="where files go (the system's temporary folder)")
-    case.add_argument("--threads", type=positive, default=None, help="threads of all (NESTPIPE_THREADS or cores)")
     case.add_argument("--repeat", type=positive, default=3, help="rounds")
-    case.add_argument("--seed", type=int, default=0, help="seed of the keys")
-    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
-    case.set_defaults(run=_run)
 
 
 def _exponent(text: str) -> float:

@@ -28,31 +28,39 @@ def add_checkpoint(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
+def _add_tool(tools: Any, name: str, text: str, more: str = ".") -> argparse.ArgumentParser:
+    """A tool; `more` goes on after `text` in its own help."""
+    tool: argparse.ArgumentParser = tools.add_parser(name, help=text, description=text[0].upper() + text[1:] + more)
+    return tool
+
+
 def _add_inspect(tools: Any) -> None:
     text = "show what a checkpoint holds; reads the manifest alone"
-    tool = tools.add_parser("inspect", help=text, description=text[0].upper() + text[1:] + ".")
+    tool = _add_tool(tools, "inspect", text)
     tool.add_argument("path", metavar="PATH", help="directory of the checkpoint")
     tool.add_argument("--json", action="store_true", help="the same as JSON")
 
 
 def _add_verify(tools: Any) -> None:
     text = "read every byte and compare it with the manifest's digests"
-    tool = tools.add_parser(
+    tool = _add_tool(
+        tools,
         "verify",
-        help=text,
-        description=text[0].upper() + text[1:] + "; also that rows are in order, distinct, and in the file of the rank "
-        "that owns them. Names every problem; exit code 1 if there is one.",
+        text,
+        "; also that rows are in order, distinct, and in the file of the rank that owns them. Names every problem; "
+        "exit code 1 if there is one.",
     )
     tool.add_argument("path", metavar="PATH", help="directory of the checkpoint")
 
 
 def _add_reshard(tools: Any) -> None:
     text = "deal the rows out to another number of ranks"
-    tool = tools.add_parser(
+    tool = _add_tool(
+        tools,
         "reshard",
-        help=text,
-        description=text[0].upper() + text[1:] + ". Loading does that by itself; from a resharded checkpoint each rank "
-        "reads its own files alone. Extra memory stays below 64 MiB whatever the size.",
+        text,
+        ". Loading does that by itself; from a resharded checkpoint each rank reads its own files alone. Extra memory "
+        "stays below 64 MiB whatever the size.",
     )
     tool.add_argument("path", metavar="PATH", help="directory of the checkpoint")
     tool.add_argument("--ranks", type=positive, required=True, metavar="N", help="number of ranks")
@@ -65,11 +73,7 @@ def _add_reshard(tools: Any) -> None:
 
 def _add_diff(tools: Any) -> None:
     text = "compare two checkpoints, row by row, at whatever numbers of ranks"
-    tool = tools.add_parser(
-        "diff",
-        help=text,
-        description=text[0].upper() + text[1:] + ". Exit code 0 if they are equal, 1 if they differ.",
-    )
+    tool = _add_tool(tools, "diff", text, ". Exit code 0 if they are equal, 1 if they differ.")
     tool.add_argument("first", metavar="A", help="directory of a checkpoint")
     tool.add_argument("second", metavar="B", help="directory of another")
     what = tool.add_mutually_exclusive_group()

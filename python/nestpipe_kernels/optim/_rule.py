@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["MomentRule", "Rule", "check_at_least_zero", "check_moments"]
@@ -24,13 +25,15 @@ class Rule:
         return 0.0
 
 
+@dataclass(unsafe_hash=True)
 class MomentRule(Rule):
-    """Base of the rules with two moments: lr, betas, eps, weight_decay, bias_correction."""
+    """Base of the rules with two moments: their settings, with Adam's defaults."""
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    bias_correction: str
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    bias_correction: str = "step"
 
     def __post_init__(self) -> None:
         check_moments(self)

@@ -33,12 +33,6 @@ class Adam(MomentRule):
         TypeError, ValueError: a setting is none of these; the message names it.
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    bias_correction: str = "step"
-
     @property
     def name(self) -> str:
         """The name that native code, checkpoints and messages use."""
@@ -62,11 +56,7 @@ class AdamW(MomentRule):
         TypeError, ValueError: a setting is none of these; the message names it.
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 1e-2
-    bias_correction: str = "step"
 
     @property
     def name(self) -> str:
@@ -91,12 +81,6 @@ class RowWiseAdam(MomentRule):
     Raises:
         TypeError, ValueError: a setting is none of these; the message names it.
     """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    bias_correction: str = "step"
 
     @property
     def name(self) -> str:
@@ -127,11 +111,7 @@ class LAMB(MomentRule):
         TypeError, ValueError: a setting is none of these; the message names it.
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
-    weight_decay: float = 0.0
-    bias_correction: str = "step"
 
     @property
     def name(self) -> str:
