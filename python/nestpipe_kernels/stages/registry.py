@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from . import commit, retrieval, routing, window
@@ -39,5 +40,11 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
 
 def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> None:
     """Run one node; nodes of a batch that all ranks agreed to skip do nothing."""
-    if not batch.skipped:
+    if batch.skipped:
+        return
+    if rank.hold is None:
         STAGE_FUNCTIONS[function](rank, batch, micro)
+        return
+    begin = time.perf_counter()
+    STAGE_FUNCTIONS[function](rank, batch, micro)
+    rank.hold(function, batch, micro, begin)

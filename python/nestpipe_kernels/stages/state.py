@@ -23,6 +23,7 @@ __all__ = [
     "OwnerKeys",
     "RankState",
     "RowHook",
+    "StageHold",
     "StoreBinding",
     "Verdict",
     "bind_stores",
@@ -31,6 +32,11 @@ __all__ = [
 
 RowHook = Callable[[int, str, Tensor], None]
 """(step, table, keys int64 [n]): told what happened to rows."""
+
+
+StageHold = Callable[[str, "BatchState", int, float], None]
+"""(stage function's name, batch, micro-batch, time.perf_counter() at which the function began): called on the stage's
+lane when the function has returned."""
 
 
 @dataclass
@@ -116,6 +122,9 @@ class RankState:
     """Where `prefetch` draws from."""
     on_write_back: list[RowHook] = field(default_factory=list)
     on_eviction: list[RowHook] = field(default_factory=list)
+    hold: StageHold | None = None
+    """Emulates a device: may keep the stage's lane after its work, until the device would have ended it. Only
+    benchmarks set it."""
 
 
 @dataclass
