@@ -27,6 +27,7 @@ def add_bench(commands: Any) -> None:
     _add_train_step(cases)
     _add_evict(cases)
     _add_checkpoint(cases)
+    _add_scheduler(cases)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -77,6 +78,22 @@ def _add_checkpoint(cases: Any) -> None:
     case.add_argument("--only", nargs="+", choices=("save", "load", "reshard"), default=None, help="parts of it")
     case.add_argument("--directory", metavar="DIR", default=None, help="where files go (the system's temporary folder)")
     case.add_argument("--repeat", type=positive, default=3, help="rounds")
+
+
+def _add_scheduler(cases: Any) -> None:
+    text = "a step's own time: no network, a model of no work, tiny batches; with and without the stages' work"
+    case = _add_case(cases, "scheduler", text)
+    case.add_argument("--tables", type=positive, default=4, help="number of tables")
+    case.add_argument("--separate-stores", action="store_true", help="tables of different sizes: a store for each")
+    case.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="micro-batches of a step")
+    case.add_argument("--batch", type=positive, default=32, help="samples of a step")
+    case.add_argument("--bag", type=positive, default=2, help="keys of a bag")
+    case.add_argument("--dim", type=positive, default=4, help="size of the smallest embedding")
+    case.add_argument("--rows", type=positive, default=1000, help="rows of a table")
+    case.add_argument("--ranks", type=positive, nargs="+", default=[1, 2], help="ranks (threads of one process)")
+    case.add_argument("--schedules", nargs="+", default=["nested"], metavar="NAME", help="schedules to run")
+    case.add_argument("--clustering", choices=("key", "none"), default="none", help="as in PipelineConfig")
+    case.add_argument("--repeat", type=positive, default=200, help="timed steps of each")
 
 
 def _exponent(text: str) -> float:
