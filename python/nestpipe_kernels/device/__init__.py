@@ -1,6 +1,6 @@
 """Lanes (ordered queues of work) and the events that order work across them."""
 
 from nestpipe_kernels.device.event import Event
-from nestpipe_kernels.device.lane import Lane, ThreadLane, create_lane
+from nestpipe_kernels.device.lane import Item, Lane, ThreadLane, create_lane
 
-__all__ = ["Event", "Lane", "ThreadLane", "create_lane"]
+__all__ = ["Event", "Item", "Lane", "ThreadLane", "create_lane"]

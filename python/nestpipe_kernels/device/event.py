@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import os
-import threading
+import time
+from _thread import LockType, allocate_lock
 from collections.abc import Callable
 
 __all__ = ["Event"]
 
 
 class Event:
-    """Becomes set exactly once, by `set` or `set_error`; waiting sleeps on a condition, never spins.
+    """Becomes set exactly once, by `set` or `set_error`; waiting sleeps, never spins.
 
     Everything done before `set` is visible to whoever returns from `wait` or sees `is_set()` true.
+
+    An event is made, set and looked at far more often than waited for, so only who really waits pays: it leaves a
+    locked lock with the event, which the setter unlocks. A waiter looks again after it has left its lock, and the
+    setter takes the locks after it has marked the event, so one of the two always sees the other.
     """
 
-    __slots__ = ("_condition", "_error", "_is_set", "_owner_pid", "name")
+    __slots__ = ("_error", "_is_set", "_name", "_once", "_owner_pid", "_waiting")
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self._condition = threading.Condition(threading.Lock())
+    def __init__(self, name: str | tuple[str, int, int] = "") -> None:
+        self._name = name
         self._is_set = False
         self._error: BaseException | None = None
+        self._once = allocate_lock()
+        """Taken by the one who sets the event."""
+        self._waiting: list[LockType] = []
         self._owner_pid = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """Who is waited for, in messages."""
+        if isinstance(self._name, str):
+            return self._name
+        stage, batch, micro = self._name
+        return f"{stage}({batch}, {micro})"
 
     def __repr__(self) -> str:
         state = "pending" if not self._is_set else ("set" if self._error is None else f"error {self._error!r}")
@@ -38,13 +53,13 @@ class Event:
 
     def try_set(self, error: BaseException | None = None) -> bool:
         """Set to success, or to `error`, unless already set; whether this call was the one that set it."""
-        with self._condition:
-            if self._is_set:
-                return False
-            self._error = error
-            self._is_set = True
-            self._condition.notify_all()
-            return True
+        if not self._once.acquire(False):
+            return False
+        self._error = error
+        self._is_set = True
+        if self._waiting:
+            self.poke()
+        return True
 
     def is_set(self) -> bool:
         """Whether the outcome, success or error, is known. Does not block."""
@@ -66,7 +81,7 @@ class Event:
             RuntimeError: pending, and made in another process (its setter is not in this one).
             BaseException: the error it was set with.
         """
-        if not self.wait_unless(None, timeout_s):
+        if not self._is_set and not self.wait_unless(None, timeout_s):
             raise TimeoutError(f"event {self.name!r} was not set within {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -83,14 +98,34 @@ class Event:
                 f"event {self.name!r} belongs to process {self._owner_pid} and was pending when process {os.getpid()} "
                 "was forked: nothing here will set it; create lanes and events after the fork"
             )
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_set or (cancelled is not None and cancelled()), timeout_s)
-            return self._is_set
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        gate = allocate_lock()
+        gate.acquire()
+        while True:
+            self._waiting.append(gate)
+            try:
+                if self._is_set or (cancelled is not None and cancelled()):
+                    return self._is_set
+                left = -1.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if not gate.acquire(True, left):
+                    return self._is_set
+            finally:
+                self._forget(gate)
 
     def poke(self) -> None:
         """Make waiters look at their `cancelled` condition again."""
-        with self._condition:
-            self._condition.notify_all()
+        while self._waiting:
+            try:
+                gate = self._waiting.pop()
+            except IndexError:  # another thread took it
+                return
+            gate.release()
+
+    def _forget(self, gate: LockType) -> None:
+        try:
+            self._waiting.remove(gate)
+        except ValueError:  # taken by who sets or pokes; it is unlocked once for having been left once
+            return
 
     def _set_once(self, error: BaseException | None) -> None:
         if not self.try_set(error):

@@ -7,7 +7,7 @@ Ownership. The lane owns an item's closure until the item has run, so tensors th
 long, and are released before the next item starts. What outlives the item (results) is the submitter's to keep.
 
 Memory order. Everything an item wrote happens before its event is set, and the set happens before any wait on that
-event returns (the condition's lock orders both). Data handed over by an event therefore needs no further lock.
+event returns (the event's locks order both). Data handed over by an event therefore needs no further lock.
 
 Errors. An item that raises sets its event to the exception. An item that waits for a failed event does not run and
 passes the *same* exception object on, so the first cause reaches whoever waits last. The lane goes on with its next
@@ -32,17 +32,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nestpipe_kernels.device.event import Event
 from nestpipe_kernels.trace import Timeline
 
-__all__ = ["Lane", "ThreadLane", "create_lane"]
+__all__ = ["Item", "Lane", "ThreadLane", "create_lane"]
 
 
 class Lane(Protocol):
@@ -63,15 +63,16 @@ class Lane(Protocol):
         ...
 
 
-@dataclass
-class _Item:
+class Item(NamedTuple):
+    """One piece of work for a lane; fields as the arguments of `ThreadLane.submit`."""
+
     work: Callable[[], None]
     waits: Sequence[Event]
     done: Event
     label: str
-    batch: int
-    micro: int | None
-    kind: str
+    batch: int = -1
+    micro: int | None = None
+    kind: str = "other"
 
 
 class ThreadLane:
@@ -85,8 +86,13 @@ class ThreadLane:
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
         self.name = name
         self._timeline = timeline
-        self._queue: deque[_Item] = deque()
-        self._wake = threading.Condition(threading.Lock())
+        self._queue: deque[Item] = deque()
+        self._lock = allocate_lock()
+        """Guards the four fields around it."""
+        self._gate = allocate_lock()
+        """Locked while the thread sleeps for want of items; who gives it some unlocks it."""
+        self._gate.acquire()
+        self._idle = False
         self._closing = False
         self._cancelled = False
         self._waiting_for: Event | None = None
@@ -126,14 +132,28 @@ class ThreadLane:
             RuntimeError: the lane is closed, or belongs to the process that forked this one.
             ValueError: `done` is already set.
         """
+        self.submit_all((Item(work, tuple(waits), done, label, batch, micro, kind),))
+
+    def submit_all(self, items: Sequence[Item]) -> None:
+        """`submit` for several items in their order, which wakes the lane's thread once. Queues all or none.
+
+        Raises as `submit`.
+        """
         self._check_process("submit")
-        if done.is_set():
-            raise ValueError(f"lane {self.name!r}: the event for {label!r} is already set; pass a new Event")
-        with self._wake:
+        for item in items:
+            if item.done.is_set():
+                raise ValueError(f"lane {self.name!r}: the event for {item.label!r} is already set; pass a new Event")
+        with self._lock:
             if self._closing:
-                raise RuntimeError(f"lane {self.name!r} is closed; {label!r} was not queued")
-            self._queue.append(_Item(work, tuple(waits), done, label, batch, micro, kind))
-            self._wake.notify()
+                raise RuntimeError(f"lane {self.name!r} is closed; {items[0].label!r} was not queued")
+            self._queue.extend(items)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the thread look at the queue; the lock is held."""
+        if self._idle:
+            self._idle = False
+            self._gate.release()
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until everything submitted so far has ended; errors stay in the items' events.
@@ -166,10 +186,10 @@ class ThreadLane:
         if os.getpid() != self._owner_pid:
             return
         self._check_not_own_thread("close")
-        with self._wake:
+        with self._lock:
             self._closing = True
             self._cancelled = self._cancelled or cancel
-            self._wake.notify()
+            self._wake()
         awaited = self._waiting_for
         if cancel and awaited is not None:
             awaited.poke()
@@ -203,12 +223,17 @@ class ThreadLane:
             self._run_item(item)
             del item  # frees the closure's tensors before the lane goes to sleep
 
-    def _next(self) -> _Item | None:
-        with self._wake:
-            self._wake.wait_for(lambda: self._queue or self._closing)
-            return self._queue.popleft() if self._queue else None
+    def _next(self) -> Item | None:
+        while True:
+            with self._lock:
+                if self._queue:
+                    return self._queue.popleft()
+                if self._closing:
+                    return None
+                self._idle = True
+            self._gate.acquire()
 
-    def _run_item(self, item: _Item) -> None:
+    def _run_item(self, item: Item) -> None:
         error = self._wait_for_events(item)
         if error is None:
             start_ns = time.perf_counter_ns()
@@ -221,21 +246,25 @@ class ThreadLane:
                 self._timeline.record(self.name, item.label, item.batch, item.micro, start_ns, end_ns, item.kind)
         item.done.try_set(error)
 
-    def _wait_for_events(self, item: _Item) -> BaseException | None:
+    def _wait_for_events(self, item: Item) -> BaseException | None:
         """Wait for all events of an item; what keeps it from running, or None."""
         for event in item.waits:
-            self._waiting_for = event
-            try:
-                event.wait_unless(lambda: self._cancelled)
-            except RuntimeError as error:
-                return error
-            finally:
-                self._waiting_for = None
+            if not event.is_set():
+                self._waiting_for = event
+                try:
+                    event.wait_unless(self._is_cancelled)
+                except RuntimeError as error:
+                    return error
+                finally:
+                    self._waiting_for = None
             if event.error is not None:
                 return event.error
         if self._cancelled:
             return RuntimeError(f"lane {self.name!r} was closed; {item.label!r} did not run")
         return None
+
+    def _is_cancelled(self) -> bool:
+        return self._cancelled
 
 
 def _nothing() -> None:

@@ -6,6 +6,9 @@ order, then runs it. Lanes are filled batch after batch in the graph's topologic
 first-in-first-out lanes cannot wait in a circle (`check_lanes` proves it for a graph) and every collective of a
 purpose starts in the same order everywhere.
 
+Plans. Which nodes a batch has, on which lanes, in which order and after which others never changes, so it is worked out
+once for each graph; a step makes one event for each node and one queue entry for each background node, lane by lane.
+
 Which nodes are submitted when. "Ahead" nodes (retrieval, and sync) of batch t + 1 are submitted once batch t + 1 has
 been drawn, if the schedule prefetches; "window" nodes of batch t when `progress()` for t begins, before the ahead
 nodes of t + 1, so that no lane sees sync(t + 1) before update(t).
@@ -18,8 +21,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
-from ..device import Event, ThreadLane, create_lane
+from ..device import Event, Item, ThreadLane, create_lane
 from ..errors import GraphError
 from ..stages.registry import run_stage
 from ..stages.state import BatchState, RankState
@@ -47,6 +52,22 @@ def check_lanes(graph: Graph, micro_batches: int) -> None:
         unrolled.topological()
     except GraphError as error:
         raise GraphError(f"graph {graph.name!r}: lanes would deadlock: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A node of any batch. Other nodes are given as (shift of the batch, slot among the nodes of that batch)."""
+
+    stage: Stage
+    micro: int
+    shown_micro: int | None
+    """`micro` for the timeline; None where the stage has one node for each batch."""
+    slot: int
+    waits: tuple[tuple[int, int], ...]
+    """What comes before it, earliest first."""
+    blame: tuple[tuple[int, int, str], ...]
+    """Of a caller node: the background nodes that it waits for, directly or not, with their stages, earliest first.
+    They tell what kind of work kept it waiting."""
 
 
 def _abandon_lanes(lanes: list[ThreadLane]) -> None:
@@ -82,52 +103,47 @@ class LaneScheduler:
         self.timeline = timeline
         self.timeout_s = timeout_s
         unrolled = Unrolled(graph, 2 * _HORIZON, micro_batches)
-        steady = _HORIZON  # a batch whose neighbours on both sides are unrolled
-        self._order = [n for n in unrolled.nodes if n.batch == steady]
-        before = unrolled.predecessors()
-        rank_of = {n: k for k, n in enumerate(unrolled.nodes)}
-        self._before = {
-            (n.stage, n.micro): [
-                (p.stage, p.batch - steady, p.micro) for p in sorted(before[n], key=lambda p: rank_of[p])
-            ]
-            for n in self._order
-        }
-        self._blame = {(n.stage, n.micro): self._ancestors(n, before, rank_of, steady) for n in self._order}
+        self._plan = {(p.stage.name, p.micro): p for p in _planned(unrolled, _HORIZON)}
+        self._ahead = self._by_lane(lambda stage: stage.name in _AHEAD)
+        self._window = self._by_lane(lambda stage: stage.name not in _AHEAD)
         names = sorted({s.lane for s in graph.stages} - {"caller"})
         self.lanes = {name: create_lane(device, name, timeline) for name in names}
         # A scheduler that is dropped without close() must not leave its threads behind.
         dropped = weakref.finalize(self, _abandon_lanes, list(self.lanes.values()))
         dropped.atexit = False  # type: ignore[misc]
-        self._events: dict[Node, Event] = {}
+        self._events: dict[int, list[Event]] = {}
+        """Of every batch that something may wait for, in the order of slots."""
         self._floor = 0
 
-    def _ancestors(
-        self, node: Node, before: dict[Node, list[Node]], rank_of: dict[Node, int], steady: int
-    ) -> list[tuple[str, int, int]]:
-        """Background nodes that a caller node waits for, earliest first: tells what kind of work kept it waiting."""
-        if self.graph.by_name[node.stage].lane != "caller":
-            return []
-        seen: set[Node] = set()
-        todo = list(before[node])
-        while todo:
-            p = todo.pop()
-            if p in seen or p.batch < steady - 1 or self.graph.by_name[p.stage].lane == "caller":
-                continue
-            seen.add(p)
-            todo += before[p]
-        return [(p.stage, p.batch - steady, p.micro) for p in sorted(seen, key=lambda p: rank_of[p])]
+    def _by_lane(self, chosen: Callable[[Stage], bool]) -> list[tuple[str, list[_Planned]]]:
+        """The chosen background nodes of each lane in the order in which it gets them."""
+        lanes: dict[str, list[_Planned]] = {}
+        for planned in self._plan.values():
+            if planned.stage.lane != "caller" and chosen(planned.stage):
+                lanes.setdefault(planned.stage.lane, []).append(planned)
+        return list(lanes.items())
 
     # -------------------------------------------------------------------------------------------- events
 
-    def _event(self, stage: str, batch: int, micro: int) -> Event | None:
-        """The event of a node; None where it lies before the last reset (everything there has run)."""
-        if batch < self._floor:
-            return None
-        node = Node(stage, batch, micro)
-        event = self._events.get(node)
-        if event is None:
-            event = self._events[node] = Event(f"{stage}({batch}, {micro})")
-        return event
+    def _events_of(self, batch: int) -> list[Event] | None:
+        """The events of a batch's nodes; None where it lies before the last reset (everything there has run)."""
+        events = self._events.get(batch)
+        if events is None and batch >= self._floor:
+            events = [Event((stage, batch, micro)) for stage, micro in self._plan]
+            self._events[batch] = events
+        return events
+
+    def _event(self, stage: str, batch: int, micro: int = 0) -> Event | None:
+        events = self._events_of(batch)
+        return None if events is None else events[self._plan[stage, micro].slot]
+
+    def _waits(self, planned: _Planned, index: int) -> list[Event]:
+        found = []
+        for shift, slot in planned.waits:
+            events = self._events_of(index + shift)
+            if events is not None:
+                found.append(events[slot])
+        return found
 
     def reset(self, next_batch: int) -> None:
         """Forget all events; everything submitted must have ended (`drain`). Batches from `next_batch` on are new."""
@@ -136,46 +152,38 @@ class LaneScheduler:
 
     def forget_before(self, batch: int) -> None:
         """Drop events of batches that nothing can wait for any more."""
-        for node in [n for n in self._events if n.batch < batch]:
-            del self._events[node]
+        for old in [index for index in self._events if index < batch]:
+            del self._events[old]
         self._floor = max(self._floor, batch)
 
     # ------------------------------------------------------------------------------------------ background
 
     def start_ahead(self, batch: BatchState) -> None:
         """Queue retrieval (and sync) of a batch that has been drawn."""
-        self._submit(batch, lambda stage: stage.name in _AHEAD)
+        self._submit(batch, self._ahead)
 
     def start_window(self, batch: BatchState) -> None:
         """Queue the rest of a batch."""
-        self._submit(batch, lambda stage: stage.name not in _AHEAD)
+        self._submit(batch, self._window)
 
-    def _submit(self, batch: BatchState, chosen: Callable[[Stage], bool]) -> None:
-        for node in self._order:
-            stage = self.graph.by_name[node.stage]
-            if stage.lane == "caller" or not chosen(stage):
-                continue
-            done = self._event(node.stage, batch.index, node.micro)
-            assert done is not None
-
-            def work(stage: Stage = stage, micro: int = node.micro) -> None:
-                run_stage(stage.function, self.rank, batch, micro)
-
-            self.lanes[stage.lane].submit(
-                work,
-                self._waits(node, batch.index),
-                done,
-                stage.name,
-                batch=batch.index,
-                micro=node.micro if stage.micro else None,
-                kind=stage.kind,
-            )
-
-    def _waits(self, node: Node, index: int) -> list[Event]:
-        found = (
-            self._event(stage, index + shift, micro) for stage, shift, micro in self._before[node.stage, node.micro]
-        )
-        return [event for event in found if event is not None]
+    def _submit(self, batch: BatchState, by_lane: list[tuple[str, list[_Planned]]]) -> None:
+        index = batch.index
+        events = self._events_of(index)
+        assert events is not None
+        for lane, nodes in by_lane:
+            items = [
+                Item(
+                    partial(run_stage, p.stage.function, self.rank, batch, p.micro),
+                    self._waits(p, index),
+                    events[p.slot],
+                    p.stage.name,
+                    index,
+                    p.shown_micro,
+                    p.stage.kind,
+                )
+                for p in nodes
+            ]
+            self.lanes[lane].submit_all(items)
 
     # -------------------------------------------------------------------------------------------- caller
 
@@ -184,39 +192,45 @@ class LaneScheduler:
 
         `report_as`: batch index for the timeline, where work is done during another batch's step.
         """
-        stage = self.graph.by_name[stage_name]
-        shown = batch.index if report_as is None else report_as
-        for name, shift, i in self._blame[stage_name, micro]:
-            event = self._event(name, batch.index + shift, i)
-            if event is not None and not event.is_set():
-                self._wait(event, name, shown, micro if stage.micro else None)
-        for event in self._waits(Node(stage_name, batch.index, micro), batch.index):
-            event.wait(self.timeout_s)
+        planned = self._plan[stage_name, micro]
+        stage, shown = planned.stage, batch.index if report_as is None else report_as
+        self._wait_exposed(planned, batch.index, shown)
         for purpose in stage.lands:
             handle = batch.handles.get((purpose, micro))
             if handle is not None:
                 start = time.perf_counter_ns()
                 handle.wait(batch.timeout_s)
-                self._record(f"wait {purpose}", shown, micro if stage.micro else None, start, "communication", True)
+                self._record(f"wait {purpose}", shown, planned.shown_micro, start, "communication", True)
         start = time.perf_counter_ns()
         run_stage(stage.function, self.rank, batch, micro)
-        self._record(stage.name, shown, micro if stage.micro else None, start, stage.kind, False)
-        done = self._event(stage_name, batch.index, micro)
-        assert done is not None
-        done.set()
+        self._record(stage.name, shown, planned.shown_micro, start, stage.kind, False)
+        self._set(stage_name, batch, micro)
 
-    def mark_done(self, stage_name: str, batch: BatchState) -> None:
-        """Set the event of a caller node whose work was done before: a batch that was drawn earlier and parked."""
-        event = self._event(stage_name, batch.index, 0)
+    def _wait_exposed(self, planned: _Planned, index: int, shown: int) -> None:
+        waits = self._waits(planned, index)
+        if not all(event.is_set() for event in waits):
+            for shift, slot, name in planned.blame:
+                events = self._events_of(index + shift)
+                if events is not None and not events[slot].is_set():
+                    self._wait(events[slot], name, shown, planned.shown_micro)
+        for event in waits:
+            event.wait(self.timeout_s)
+
+    def _set(self, stage_name: str, batch: BatchState, micro: int = 0) -> None:
+        event = self._event(stage_name, batch.index, micro)
         assert event is not None
         event.set()
 
+    def mark_done(self, stage_name: str, batch: BatchState) -> None:
+        """Set the event of a caller node whose work was done before: a batch that was drawn earlier and parked."""
+        self._set(stage_name, batch)
+
     def wait_for(self, stage_name: str, batch: BatchState) -> None:
         """Wait on the caller's thread until a background node has run (counted as exposed)."""
-        event = self._event(stage_name, batch.index, 0)
-        if event is not None and not event.is_set():
-            self._wait(event, stage_name, batch.index, None)
+        event = self._event(stage_name, batch.index)
         if event is not None:
+            if not event.is_set():
+                self._wait(event, stage_name, batch.index, None)
             event.wait(self.timeout_s)
 
     def _wait(self, event: Event, name: str, batch: int, micro: int | None) -> None:
@@ -229,10 +243,11 @@ class LaneScheduler:
 
     def abandon(self, batch: BatchState) -> None:
         """After the last batch: what only the caller, or a batch that will not come, could have done counts as done."""
-        for node, event in list(self._events.items()):
-            by_caller = node.batch == batch.index and self.graph.by_name[node.stage].lane == "caller"
-            if (by_caller or node.batch > batch.index) and not event.is_set():
-                event.set()
+        for index, events in list(self._events.items()):
+            for planned, event in zip(self._plan.values(), events):
+                by_caller = index == batch.index and planned.stage.lane == "caller"
+                if by_caller or index > batch.index:
+                    event.try_set()
 
     # --------------------------------------------------------------------------------------------- end
 
@@ -240,9 +255,10 @@ class LaneScheduler:
         """Wait until everything queued has run; raises the first error of a background node."""
         for lane in self.lanes.values():
             lane.synchronize(self.timeout_s)
-        for event in list(self._events.values()):
-            if event.error is not None:
-                raise event.error
+        for events in list(self._events.values()):
+            for event in events:
+                if event.error is not None:
+                    raise event.error
 
     def close(self, wait_s: float) -> bool:
         """Stop the lanes; what has not started is dropped. False if work was still under way after `wait_s` seconds."""
@@ -253,3 +269,38 @@ class LaneScheduler:
             except TimeoutError:  # it waits for another rank; the lane's thread ends with that exchange's time-out
                 stopped = False
         return stopped
+
+
+def _planned(unrolled: Unrolled, steady: int) -> list[_Planned]:
+    """The nodes of batch `steady` (whose neighbours on both sides are unrolled), in the order in which lanes are
+    filled."""
+    before, by_name = unrolled.predecessors(), unrolled.graph.by_name
+    rank_of = {n: k for k, n in enumerate(unrolled.nodes)}
+    order = [n for n in unrolled.nodes if n.batch == steady]
+    slots = {(n.stage, n.micro): slot for slot, n in enumerate(order)}
+
+    def place(node: Node) -> tuple[int, int]:
+        return node.batch - steady, slots[node.stage, node.micro]
+
+    def ancestors(node: Node) -> list[Node]:
+        seen: set[Node] = set()
+        todo = list(before[node])
+        while todo:
+            p = todo.pop()
+            if p in seen or p.batch < steady - 1 or by_name[p.stage].lane == "caller":
+                continue
+            seen.add(p)
+            todo += before[p]
+        return sorted(seen, key=lambda p: rank_of[p])
+
+    return [
+        _Planned(
+            by_name[n.stage],
+            n.micro,
+            n.micro if by_name[n.stage].micro else None,
+            slots[n.stage, n.micro],
+            tuple(place(p) for p in sorted(before[n], key=lambda p: rank_of[p])),
+            tuple((*place(p), p.stage) for p in ancestors(n)) if by_name[n.stage].lane == "caller" else (),
+        )
+        for n in order
+    ]
