@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -17,8 +18,13 @@ def _from_environment(variable: str, *parts: str) -> Path:
     if root and (path := Path(root, *parts)).is_file():
         return path
     reason = f"{variable} is not set" if not root else f"{variable} leads to no file {Path(root, *parts)}"
+    return _missing(f"real data is required in CI: {reason}", reason)
+
+
+def _missing(in_ci: str, reason: str) -> NoReturn:
+    """Skip with a reason; where CI=true, fail: there everything must be at hand."""
     if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(f"real data is required in CI: {reason}", pytrace=False)
+        pytest.fail(in_ci, pytrace=False)
     pytest.skip(reason)
 
 
@@ -38,3 +44,13 @@ def movielens_sample() -> Path:
 def ml100k() -> Path:
     """The whole of MovieLens-100K in RecBole's format (NESTPIPE_TEST_ML100K names the .inter file)."""
     return _from_environment("NESTPIPE_TEST_ML100K")
+
+
+@pytest.fixture(scope="session")
+def can_make_networks() -> None:
+    """For tests that make network namespaces (root, iproute2)."""
+    from nestpipe_kernels.launch.network import why_no_network
+
+    reason = why_no_network()
+    if reason:
+        _missing(f"network namespaces are required in CI: {reason}", reason)

@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from nestpipe_kernels.config import default_threads, process_environment
 from nestpipe_kernels.launch.child import Child
+from nestpipe_kernels.launch.network import Network
 
 __all__ = ["run_ranks"]
 
@@ -34,56 +36,69 @@ SECONDARY = ("CommunicationError", "RemoteRankError")
 
 
 def run_ranks(
-    command: Sequence[str], nproc: int, *, timeout_s: float = 300.0, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    nproc: int,
+    *,
+    timeout_s: float = 300.0,
+    env: Mapping[str, str] | None = None,
+    network: Network | None = None,
 ) -> int:
     """Run `command` as `nproc` ranks and wait for all of them.
 
-    Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (loopback only), which
-    `init_rank` and torch.distributed's `env://` understand. Rank 0's output is passed on. When a rank fails, the
-    others have `timeout_s` + 5 s to end by themselves; then they are terminated, and killed 5 s later. One line on
-    stderr names the rank that failed first and how. Ctrl-C and SIGTERM are passed on as SIGINT; a second one kills.
+    Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (loopback, or the bridge of
+    `network`), which `init_rank` and torch.distributed's `env://` understand. Rank 0's output is passed on. When a rank
+    fails, the others have `timeout_s` + 5 s to end by themselves; then they are terminated, and killed 5 s later. One
+    line on stderr names the rank that failed first and how. Ctrl-C and SIGTERM are passed on as SIGINT; a second one
+    kills.
 
     Args:
         command: program and arguments.
         nproc: number of ranks, >= 1.
         timeout_s: the ranks' own limit for waiting for each other, seconds.
         env: variables on top of this process's environment.
+        network: where the ranks live, each in its own namespace, and meet; None for the loopback address.
 
     Returns:
         0 if all ranks exited with 0; 130 after Ctrl-C or SIGTERM; else the exit code of the rank that failed first,
         128 + signal if a signal ended it.
 
     Raises:
-        ValueError: `nproc` < 1 or an empty command.
+        ValueError: `nproc` < 1, an empty command, or a network with too few namespaces.
         OSError: the command cannot be started.
     """
     if nproc < 1:
         raise ValueError(f"launch: nproc must be >= 1, got {nproc}")
     if not command:
         raise ValueError("launch: command is empty; pass the program and its arguments")
-    store, port = _host_store(timeout_s)
-    launcher = _Launcher()
+    if network is not None and network.ranks < nproc:
+        raise ValueError(f"launch: nproc is {nproc}, but the network has {network.ranks} namespaces")
+    address = "127.0.0.1" if network is None else network.address
+    if network is None:
+        store, port = _host_store(address, timeout_s)
+    else:
+        store, port = network.run_in(None, lambda: _host_store(address, timeout_s))
+    launcher = _Launcher(network)
     try:
         with _signals(launcher.interrupt):
-            launcher.start(command, nproc, _environment(nproc, port, env))
+            launcher.start(command, nproc, _environment(nproc, (address, port), env, network))
             return launcher.supervise(timeout_s)
     finally:
         launcher.kill_all()
         del store  # the ranks' rendezvous, held until the last of them has ended
 
 
-def _host_store(timeout_s: float) -> tuple[Any, int]:
-    """A TCPStore that listens on the loopback address only, and its port."""
+def _host_store(address: str, timeout_s: float) -> tuple[Any, int]:
+    """A TCPStore that listens on this address only, and its port."""
     import torch.distributed as dist
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
+    listener.bind((address, 0))
     listener.listen(128)
     port: int = listener.getsockname()[1]
 
     def listen_on(**backend: bool) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
+            address,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -100,20 +115,26 @@ def _host_store(timeout_s: float) -> tuple[Any, int]:
     return store, port
 
 
-def _environment(nproc: int, port: int, extra: Mapping[str, str] | None) -> dict[str, str]:
+def _environment(
+    nproc: int, meeting: tuple[str, int], extra: Mapping[str, str] | None, network: Network | None
+) -> dict[str, str]:
     """What all ranks share. Threads are divided among the ranks unless the caller has decided."""
     environment = process_environment()
     threads = str(max(1, default_threads() // nproc))
     environment.setdefault("OMP_NUM_THREADS", threads)
     environment.setdefault("NESTPIPE_THREADS", threads)
-    if sys.platform == "linux":
+    if network is not None:
+        environment["GLOO_SOCKET_IFNAME"] = network.interface
+        # Addresses there have no names, which torch would remark on for every connection.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    elif sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.update(
         {
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": meeting[0],
+            "MASTER_PORT": str(meeting[1]),
             # torch's words for "the launcher hosts the store": rank 0 connects like the others.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -141,7 +162,8 @@ def _signals(handler: Callable[[], None]) -> Iterator[None]:
 class _Launcher:
     """The children and the rules for ending them."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: Network | None = None) -> None:
+        self._network = network
         self._children: list[Child] = []
         # The exits, and None for an interrupt: a SimpleQueue may be filled from a signal handler.
         self._news: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
@@ -157,7 +179,8 @@ class _Launcher:
                 "LOCAL_RANK": str(rank),
                 "NESTPIPE_LAUNCHER_PIPE": str(self._pipe[0]),
             }
-            self._children.append(Child(rank, command, own, self._pipe[0], self._news.put))
+            start = partial(Child, rank, command, own, self._pipe[0], self._news.put)
+            self._children.append(start() if self._network is None else self._network.run_in(rank, start))
 
     def interrupt(self) -> None:
         """Called by the signal handler."""
