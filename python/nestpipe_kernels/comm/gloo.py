@@ -3,6 +3,11 @@
 Gloo makes progress on its own threads, so a posted exchange runs while the caller computes. Every group has its own
 queue: collectives of one purpose are matched by their order, those of different purposes never wait for each other.
 
+An exchange is a receive and a send for each peer, receives first. Gloo's own all-to-all posts its sends first, so the
+rank that comes second announces its receive behind its own data, and the two directions of a link take turns; and it
+runs several exchanges of a group at once, so that they share the link. Here both directions run at full rate, and what
+was posted first arrives first.
+
 Gloo does not compare sizes between ranks: counts that disagree abort the process or leave garbage. Whoever posts an
 exchange of varying size sends the sizes first, in an exchange of fixed size, and checks them (comm/router).
 """
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from nestpipe_kernels.comm.communicator import Communicator
 
 __all__ = ["GlooCommunicator", "GlooGroup", "GlooHandle"]
+
+_MOST_TAGS = 1 << 30
 
 
 class GlooCommunicator:
@@ -110,6 +117,8 @@ class GlooGroup:
         self._communicator = weakref.proxy(communicator)
         self._timeout_s = communicator.timeout_s
         self._purpose = purpose
+        self._posted = 0
+        """Exchanges so far: what matches a send with its receive."""
 
     def all_to_all(
         self,
@@ -134,12 +143,20 @@ class GlooGroup:
             out = torch.empty((sum(receive_counts), *rows.shape[1:]), dtype=rows.dtype)
         start = time.monotonic()
         try:
-            work = dist.all_to_all_single(
-                out, rows, list(receive_counts), list(send_counts), group=self.process_group, async_op=True
-            )
+            works = self._post(rows, send_counts, out, receive_counts)
         except RuntimeError as error:
             raise self.failure(tag, time.monotonic() - start, error) from error
-        return GlooHandle(self, tag, work, rows, out)
+        return GlooHandle(self, tag, works, rows, out)
+
+    def _post(self, rows: Tensor, send_counts: Sequence[int], out: Tensor, receive_counts: Sequence[int]) -> list[Any]:
+        """Receives, then sends, of one exchange; a rank's own rows are copied at once."""
+        number, self._posted = self._posted, (self._posted + 1) % _MOST_TAGS
+        outgoing, incoming = torch.split(rows, list(send_counts)), torch.split(out, list(receive_counts))
+        peers = [(self.rank + k) % self.size for k in range(1, self.size)]  # not all at the same peer first
+        works = [self.process_group.recv([incoming[peer]], peer, number) for peer in reversed(peers)]
+        works += [self.process_group.send([outgoing[peer]], peer, number) for peer in peers]
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return works
 
     def failure(self, tag: str, waited_s: float, error: RuntimeError) -> CommunicationError:
         """The error for a failed exchange, with what is known about the peers."""
@@ -170,10 +187,10 @@ class GlooGroup:
 class GlooHandle:
     """An exchange under way; keeps both tensors alive until waited for."""
 
-    def __init__(self, group: GlooGroup, tag: str, work: Any, send: Tensor, received: Tensor) -> None:
+    def __init__(self, group: GlooGroup, tag: str, works: list[Any], send: Tensor, received: Tensor) -> None:
         self._group = group
         self._tag = tag
-        self._work = work
+        self._works = works
         self._send: Tensor | None = send
         self._received = received
         self._error: CommunicationError | None = None
@@ -181,7 +198,7 @@ class GlooHandle:
 
     def ready(self) -> bool:
         """Whether `wait` would return, or raise, without waiting."""
-        return self._work is None or bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Block until the rows are here; idempotent, also in failing.
@@ -197,16 +214,16 @@ class GlooHandle:
         """
         if self._error is not None:
             raise self._error
-        if self._work is None:
-            return self._received
         limit_s = self._group.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         try:
-            self._work.wait(timedelta(seconds=max(limit_s, 0.001)))
+            while self._works:
+                self._works[0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                del self._works[0]
         except RuntimeError as error:
             # Gloo may still use both tensors: they stay referenced by this handle.
             self._error = self._group.failure(self._tag, time.monotonic() - self._start, error)
             raise self._error from error
-        self._work = None
         self._send = None
         return self._received
 
