@@ -8,6 +8,7 @@
 #include "nestpipe/gather_rows.h"
 #include "nestpipe/row_sync.h"
 #include "nestpipe/scatter_add_rows.h"
+#include "nestpipe/wire_rows.h"
 
 namespace nestpipe {
 namespace {
@@ -85,6 +86,20 @@ void bind_buffers(py::module_& module) {
       [](const Matrix& rows, std::int64_t dim) {
         return all_finite(as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows),
                           std::get<2>(rows), dim);
+      },
+      release);
+  module.def(
+      "encode_rows",
+      [](int format, const Matrix& rows, std::int64_t dim, Address message) {
+        encode_rows(static_cast<WireFormat>(format), as_pointer<const float>(std::get<0>(rows)),
+                    std::get<1>(rows), std::get<2>(rows), dim, as_pointer<std::uint8_t>(message));
+      },
+      release);
+  module.def(
+      "decode_rows",
+      [](int format, Address message, std::int64_t num_rows, std::int64_t dim, Address rows) {
+        decode_rows(static_cast<WireFormat>(format), as_pointer<const std::uint8_t>(message),
+                    num_rows, dim, as_pointer<float>(rows));
       },
       release);
 }

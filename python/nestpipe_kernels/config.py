@@ -10,6 +10,7 @@ from typing import Any
 __all__ = ["PipelineConfig", "default_threads", "environment", "launched_ranks", "process_environment"]
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
+WIRE_FORMATS = ("fp32", "bf16", "fp16", "int8")
 
 
 def environment(name: str, default: str) -> str:
@@ -47,6 +48,9 @@ class PipelineConfig:
         num_micro_batches: parts of a batch that form the frozen window, >= 1, the same on all ranks.
         row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
             "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
+        row_wire, gradient_wire: as what rows and their gradients travel between ranks: "fp32", or rounded once by the
+            sender to "bf16", "fp16" or "int8" (a step per row). Fewer bytes, another result, the same in every
+            schedule; a rank's own rows are rounded too.
         clustering: "key" reorders samples so that those sharing keys meet; "none" keeps the order.
         loss_weighting: a micro-batch's loss weighs n_i / n ("mean": losses averaged over samples) or 1 ("sum"); a
             weight that the model returns replaces it.
@@ -62,6 +66,8 @@ class PipelineConfig:
     schedule: str = "nested"
     num_micro_batches: int = 4
     row_transfer: str = "once"
+    row_wire: str = "fp32"
+    gradient_wire: str = "fp32"
     clustering: str = "key"
     loss_weighting: str = "mean"
     nan_policy: str = "raise"
@@ -74,6 +80,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
         _one_of("row_transfer", self.row_transfer, ("once", "per_micro_batch"))
+        _one_of("row_wire", self.row_wire, WIRE_FORMATS)
+        _one_of("gradient_wire", self.gradient_wire, WIRE_FORMATS)
         _one_of("clustering", self.clustering, ("key", "none"))
         _one_of("loss_weighting", self.loss_weighting, ("mean", "sum"))
         _one_of("nan_policy", self.nan_policy, ("raise", "skip_row"))

@@ -71,6 +71,7 @@ FACTORS = {
     "tables": list(TABLES),
     "weight_loss": [False, True],
     "storage": ["fp32", "fp16", "bf16", "fp16_stochastic", "bf16_stochastic", "bf16_stochastic+"],
+    "wires": ["fp32/fp32", "bf16/fp16", "int8/int8", "fp32/bf16"],
 }
 
 
@@ -84,6 +85,8 @@ def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
         weighted=case["tables"] == "weighted",
         samples=case["samples"],
         row_transfer=case["row_transfer"],
+        row_wire=case["wires"].split("/")[0],
+        gradient_wire=case["wires"].split("/")[1],
         clustering=case["clustering"],
         weight_loss=case["weight_loss"],
         seed=seed,
@@ -91,7 +94,7 @@ def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
 
 
 def name_of(case: dict) -> str:
-    return "-".join(str(v) for v in case.values())
+    return "-".join(str(v) for v in case.values()).replace("/", "+")
 
 
 CASES = pairwise_cover(FACTORS)

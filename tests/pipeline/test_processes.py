@@ -59,6 +59,7 @@ CASES = {
     ),
     "nested-clustered-3-ranks": ("nested", Scenario(world_size=3, clustering="key", samples=8, seed=6)),
     "nested-weighted-losses": ("nested", Scenario(weight_loss=True, seed=7)),
+    "nested-short-rows-and-gradients": ("nested", Scenario(row_wire="int8", gradient_wire="fp16", seed=15)),
     "fault-35-ranks-with-5-and-4-batches": (
         "nested",
         ShapedScenario(shapes=((5, 5, 5, 5, 5), (5, 5, 5, 5)), seed=8),

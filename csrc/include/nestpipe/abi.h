@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 }  // namespace nestpipe

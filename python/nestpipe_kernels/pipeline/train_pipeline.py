@@ -104,6 +104,8 @@ class NestedPipeline:
             default_slice_owner(communicator.size),
             num_micro_batches=config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
+            row_wire=config.row_wire,
+            gradient_wire=config.gradient_wire,
             clustering=config.clustering == "key",
             nan_policy=config.nan_policy,
             model=model,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CommunicationError
+from ..ops.wire_rows import decode_rows, encode_rows, wire_dtype, wire_width
 from .state import Failure
 
-__all__ = ["FIXED_WORDS", "Flags", "join_rows", "pack_flags", "split_rows", "unpack_flags"]
+__all__ = ["FIXED_WORDS", "Flags", "join_rows", "message_counts", "pack_flags", "split_rows", "unpack_flags"]
 
 _MAGIC = 0x4E50_0001
 _TEXT_WORDS = 48
@@ -84,34 +85,53 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
     return flags
 
 
-def join_rows(parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], lead: Tensor | None = None) -> Tensor:
-    """One flat message out of rows of several stores: float32 [sum], by peer, then store; `lead` [W] comes first for
-    each peer."""
-    if len(parts) == 1 and lead is None:
-        return parts[0].reshape(-1)
-    split = [torch.split(part, list(counts)) for part, counts in zip(parts, per_peer)]
+def message_counts(
+    per_peer: Sequence[Sequence[int]], dims: Sequence[int], world_size: int, wire: str, lead: bool = False
+) -> list[int]:
+    """Elements (of `wire_dtype(wire)`) for each peer when rows of several stores share a message."""
+    widths = [wire_width(dim, wire) for dim in dims]
+    extra = _lead_width(wire) if lead else 0
+    return [extra + sum(n[p] * width for n, width in zip(per_peer, widths)) for p in range(world_size)]
+
+
+def _lead_width(wire: str) -> int:
+    """A leading number travels as float32, whatever the rows do."""
+    return 4 // wire_dtype(wire).itemsize
+
+
+def join_rows(
+    parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], wire: str, lead: Tensor | None = None
+) -> Tensor:
+    """One flat message out of rows [n, dim] of several stores: `wire_dtype(wire)` [sum], by peer, then store; `lead`
+    float32 [W] comes first for each peer. Values are rounded here, those for the own rank, too."""
+    coded = [encode_rows(part, wire) for part in parts]
+    if len(coded) == 1 and lead is None:
+        return coded[0].reshape(-1)
+    split = [torch.split(part, list(counts)) for part, counts in zip(coded, per_peer)]
+    leads = None if lead is None else lead.view(wire_dtype(wire)).view(len(lead), -1)
     pieces: list[Tensor] = []
     for peer in range(len(per_peer[0]) if per_peer else 0 if lead is None else len(lead)):
-        if lead is not None:
-            pieces.append(lead[peer : peer + 1])
+        if leads is not None:
+            pieces.append(leads[peer])
         pieces += [rows[peer].reshape(-1) for rows in split]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=wire_dtype(wire))
 
 
 def split_rows(
-    message: Tensor, per_peer: Sequence[Sequence[int]], dims: Sequence[int], lead: bool, world_size: int
+    message: Tensor, per_peer: Sequence[Sequence[int]], dims: Sequence[int], wire: str, lead: bool, world_size: int
 ) -> tuple[list[Tensor], list[float]]:
-    """The inverse of join_rows: rows of each store (peers concatenated) and the leading numbers."""
+    """The inverse of join_rows: float32 rows of each store (peers concatenated) and the leading numbers."""
+    widths = [wire_width(dim, wire) for dim in dims]
     if len(dims) == 1 and not lead:
-        return [message.view(-1, dims[0])], []
+        return [decode_rows(message.view(-1, widths[0]), dims[0], wire)], []
     sizes = []
     for peer in range(world_size):
-        sizes += [1] * lead + [counts[peer] * dim for counts, dim in zip(per_peer, dims)]
+        sizes += [_lead_width(wire)] * lead + [counts[peer] * width for counts, width in zip(per_peer, widths)]
     pieces = torch.split(message, sizes)
     step = len(dims) + lead
-    leads = [float(pieces[peer * step]) for peer in range(world_size)] if lead else []
-    rows = [
-        torch.cat([pieces[peer * step + lead + s].view(-1, dim) for peer in range(world_size)])
-        for s, dim in enumerate(dims)
-    ]
+    leads = [float(pieces[peer * step].clone().view(torch.float32)) for peer in range(world_size)] if lead else []
+    rows = []
+    for s, (dim, width) in enumerate(zip(dims, widths)):
+        parts = [pieces[peer * step + lead + s].view(-1, width) for peer in range(world_size)]
+        rows.append(decode_rows(torch.cat(parts), dim, wire))
     return rows, leads

@@ -3,7 +3,7 @@ travels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -103,6 +103,8 @@ class RankState:
     num_micro_batches: int = 1
     track_use: bool = False
     """Rows are sent for every micro-batch, so key lists carry who uses them."""
+    row_wire: str = "fp32"
+    gradient_wire: str = "fp32"
     clustering: bool = False
     nan_policy: str = "raise"
     poison: bool = False
@@ -282,8 +284,3 @@ class BatchState:
         except BaseException as error:
             if self.failure is None:
                 self.failure = Failure(rank, stage, f"{type(error).__name__}: {error}", error)
-
-
-def concat_counts(per_peer: Sequence[Sequence[int]], dims: Sequence[int], world_size: int) -> list[int]:
-    """Floats for each peer when rows of several stores share a message: sum over stores of rows * dim."""
-    return [sum(n[p] * d for n, d in zip(per_peer, dims)) for p in range(world_size)]

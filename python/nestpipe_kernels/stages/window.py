@@ -15,9 +15,9 @@ from ..ops.lookup_pool import pool_backward
 from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
 from .lookup_function import run_lookup
-from .messages import join_rows, split_rows
+from .messages import join_rows, message_counts, split_rows
 from .routing import concat_keys
-from .state import BatchState, Inputs, MicroBatch, RankState, StorePlan, concat_counts
+from .state import BatchState, Inputs, MicroBatch, RankState, StorePlan
 
 __all__ = [
     "MicroContext",
@@ -49,12 +49,12 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
                 parts.append(gather_rows(owner.buffer, wanted, store.dim, data_type=store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
         parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
-    world = rank.communicator.size
+    world, wire = rank.communicator.size, rank.row_wire
     incoming = [plan.rows[micro].per_peer for plan in batch.plans]
     handle = rank.communicator.group("rows").all_to_all(
-        join_rows(parts, _per_peer(moves)),
-        concat_counts(_per_peer(moves), dims, world),
-        concat_counts(incoming, dims, world),
+        join_rows(parts, _per_peer(moves), wire),
+        message_counts(_per_peer(moves), dims, world, wire),
+        message_counts(incoming, dims, world, wire),
         f"{batch.tag}/rows/{micro}",
     )
     batch.post("rows", micro, handle)
@@ -64,7 +64,8 @@ def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Wait for the rows of a micro-batch and put them where its lookups find them."""
     dims = [b.store.dim for b in rank.bindings]
     moves = [plan.rows[micro] for plan in batch.plans]
-    rows, _ = split_rows(batch.land("rows", micro), _per_peer(moves), dims, False, rank.communicator.size)
+    message = batch.land("rows", micro)
+    rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.communicator.size)
     for plan, move, part in zip(batch.plans, moves, rows):
         scatter_rows(plan.received, move.positions, part)
 
@@ -232,15 +233,15 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     for plan, move, dim in zip(batch.plans, moves, dims):
         parts.append(gather_rows(plan.gradients, move.positions, dim))
         zero_rows(plan.gradients, move.positions)
-    world = rank.communicator.size
+    world, wire = rank.communicator.size, rank.gradient_wire
     incoming = [owner.grads[micro].per_peer for owner in batch.owner]
     # Only the last message's divisor counts: before that the sum of weights is not known yet.
     divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
-    message = join_rows(parts, _per_peer(moves), lead=torch.full((world,), divisor, dtype=torch.float32))
+    message = join_rows(parts, _per_peer(moves), wire, lead=torch.full((world,), divisor, dtype=torch.float32))
     handle = rank.communicator.group("grads").all_to_all(
         message,
-        [n + 1 for n in concat_counts(_per_peer(moves), dims, world)],
-        [n + 1 for n in concat_counts(incoming, dims, world)],
+        message_counts(_per_peer(moves), dims, world, wire, lead=True),
+        message_counts(incoming, dims, world, wire, lead=True),
         f"{batch.tag}/grads/{micro}",
     )
     batch.post("grads", micro, handle)
@@ -250,7 +251,8 @@ def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     """Gradients from every source into its boxes."""
     dims = [b.store.dim for b in rank.bindings]
     moves = [owner.grads[micro] for owner in batch.owner]
-    parts, divisors = split_rows(batch.land("grads", micro), _per_peer(moves), dims, True, rank.communicator.size)
+    message = batch.land("grads", micro)
+    parts, divisors = split_rows(message, _per_peer(moves), dims, rank.gradient_wire, True, rank.communicator.size)
     if micro == rank.num_micro_batches - 1:
         batch.divisors = divisors
     for owner, move, part in zip(batch.owner, moves, parts):

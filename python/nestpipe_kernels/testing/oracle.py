@@ -8,7 +8,7 @@ Its answer is what every schedule must give, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..ops.lookup_pool import reference as pooling
 from ..ops.row_update import reference as updating
 from ..types import PoolingType
-from .oracle_rows import OracleRows, OracleTable, storage_of_key
+from .oracle_rows import OracleRows, OracleTable, Wires, storage_of_key
 
 __all__ = ["Oracle", "OracleLookup"]
 
@@ -83,6 +83,7 @@ class Oracle:
     num_micro_batches: int
     average: bool = True
     step: int = 0
+    wires: Wires = field(default_factory=Wires)
 
     def play(
         self, draw: Callable[[int], Any], parts: Callable[[int, int, Any], list[tuple[int, Any]]], batches: int
@@ -155,13 +156,16 @@ class Oracle:
             (loss * coefficient).backward()  # type: ignore[no-untyped-call]
             loss_sum = loss_sum + loss.detach() * coefficient
             for row, gradient in _row_gradients(lookup.calls).items():
-                total[row] = total.get(row, torch.zeros_like(gradient)) + gradient
+                part = gradient if self.wires.once else self.wires.sent(gradient)
+                total[row] = total.get(row, torch.zeros_like(gradient)) + part
         self._dense_grads[rank] = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
         divisor = (sum(weights) or 1.0) if weights else 1.0
+        if self.wires.once:
+            total = {row: self.wires.sent(gradient) for row, gradient in total.items()}
         return total, float(loss_sum / divisor), divisor
 
     def __post_init__(self) -> None:
-        self.rows = OracleRows(self.tables, len(self.models))
+        self.rows = OracleRows(self.tables, len(self.models), self.wires)
         self.losses: list[list[float]] = []
         self._dense_grads: dict[int, dict[str, Tensor]] = {}
 

@@ -10,10 +10,24 @@ import torch
 from torch import Tensor
 
 from ..ops.row_storage import RowStorage, embedding_words, pack_embeddings, unpack_embeddings
+from ..ops.wire_rows.reference import round_rows
 from ..types import DataType
 from .policy_model import TableModel, hash_key, hash_name
 
-__all__ = ["OracleRows", "OracleTable", "storage_of_key"]
+__all__ = ["OracleRows", "OracleTable", "Wires", "storage_of_key"]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What rows and gradients are rounded to as they travel; gradients once per batch, or in every micro-batch."""
+
+    rows: str = "fp32"
+    gradients: str = "fp32"
+    once: bool = True
+
+    def sent(self, gradient: Tensor) -> Tensor:
+        """A row's gradient [dim] as its owner gets it."""
+        return round_rows(gradient.view(1, -1), self.gradients)[0]
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class OracleTable:
 class OracleRows:
     """Rows of all ranks: values in one dictionary, keys and metadata in a `TableModel` for each rank and table."""
 
-    def __init__(self, tables: Sequence[OracleTable], world_size: int) -> None:
+    def __init__(self, tables: Sequence[OracleTable], world_size: int, wires: Wires) -> None:
+        self.wires = wires
         self.tables = {table.name: table for table in tables}
         self.world_size = world_size
         self.values: dict[tuple[str, int], Tensor] = {}
@@ -80,7 +95,7 @@ class OracleRows:
             stored = self.values[name, key]
         else:
             stored = _embedding(table, table.init if table.default is None else table.default, key)
-        return unpack_embeddings(stored.view(1, -1), table.dim, table.data_type)[0]
+        return round_rows(unpack_embeddings(stored.view(1, -1), table.dim, table.data_type), self.wires.rows)[0]
 
     def metadata(self, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
         """(last_used, frequency) of the rows of a rank."""

@@ -24,7 +24,7 @@ from ..stages.state import RankState, Source, bind_stores
 from ..types import UNBOUNDED, DataType, PoolingType
 from .explorer import Outcome
 from .oracle import Oracle, OracleLookup
-from .oracle_rows import OracleTable
+from .oracle_rows import OracleTable, Wires
 
 __all__ = ["Features", "Recommender", "Scenario", "ScenarioBatch", "TableChoice"]
 
@@ -102,7 +102,7 @@ class Scenario:
         tables: what is embedded.
         num_keys: keys per feature, few so that batches share them.
         uneven: ranks end at different batches and have differently many samples, sometimes none.
-        row_transfer, clustering, nan_policy: as in PipelineConfig.
+        row_transfer, row_wire, gradient_wire, clustering, nan_policy: as in PipelineConfig.
         weight_loss: the model returns weights.
     """
 
@@ -115,6 +115,8 @@ class Scenario:
     samples: int = 5
     uneven: bool = True
     row_transfer: str = "once"
+    row_wire: str = "fp32"
+    gradient_wire: str = "fp32"
     clustering: str = "none"
     nan_policy: str = "raise"
     weight_loss: bool = False
@@ -213,6 +215,8 @@ class Scenario:
                     default_slice_owner(self.world_size),
                     num_micro_batches=self.micro_batches,
                     track_use=self.row_transfer == "per_micro_batch",
+                    row_wire=self.row_wire,
+                    gradient_wire=self.gradient_wire,
                     clustering=self.clustering == "key",
                     nan_policy=self.nan_policy,
                     poison=True,
@@ -259,6 +263,7 @@ class Scenario:
             self._run_oracle,
             self._keys_of,
             self.micro_batches,
+            wires=Wires(self.row_wire, self.gradient_wire, self.row_transfer == "once"),
         )
 
         def parts(t: int, rank: int, batch: ScenarioBatch) -> list[tuple[int, Any]]:

@@ -1,0 +1,27 @@
+"""wire_rows through the extension (csrc/buffers/wire_rows.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._native import core
+from ...config import WIRE_FORMATS
+from .._row_checks import pointer
+
+__all__ = ["decode_rows", "encode_rows"]
+
+
+def encode_rows(rows: Tensor, wire: str) -> Tensor:
+    """Arguments as checked by the package."""
+    size, dim = rows.shape
+    message = torch.empty(size, 4 + dim if wire == "int8" else 2 * dim, dtype=torch.uint8)
+    core().encode_rows(WIRE_FORMATS.index(wire), (pointer(rows), size, rows.stride(0)), dim, pointer(message))
+    return message
+
+
+def decode_rows(message: Tensor, dim: int, wire: str) -> Tensor:
+    """Arguments as checked by the package."""
+    rows = torch.empty(message.shape[0], dim, dtype=torch.float32)
+    core().decode_rows(WIRE_FORMATS.index(wire), pointer(message), message.shape[0], dim, pointer(rows))
+    return rows
