@@ -35,7 +35,7 @@ class GraphError(NestPipeError, ValueError):
 
 
 class NonFiniteGradientError(NestPipeError, ArithmeticError):
-    """A gradient is NaN or infinite; names the table and keys, or the dense parameter."""
+    """A gradient is NaN, infinite, or too large to be summed over ranks; names the tables and keys, or the dense part."""
 
 
 class RemoteRankError(NestPipeError, RuntimeError):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, run_all, state_of
+from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, make_tables, run_all, state_of
 
+import nestpipe_kernels as nk
 from nestpipe_kernels.errors import NonFiniteGradientError, RemoteRankError
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
@@ -211,6 +212,65 @@ def test_fault_26_what_one_owner_alone_sees_all_ranks_hear(mark, policy):
             assert runs[0].state.dense == runs[1].state.dense
             assert runs[0].state.dense != plain[0].state.dense
             assert all(b"\xc0\x7f" not in part for part in runs[0].state.dense)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, with a gradient of a value that a mark asks for."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full_like(gradient, ctx.value) if ctx.value else gradient, None
+
+
+class ManyGradients(Recommender):
+    """Gradients of all pooled rows are the greatest mark, if there is one."""
+
+    def forward(self, batch):
+        pooled = Scaled.apply(self.ebc(batch.sparse).values(), float(batch.bad.max()) if len(batch.bad) else 0.0)
+        logits = self.linear(torch.cat([pooled, batch.dense], 1)).squeeze(1)
+        return ((logits - batch.label) ** 2).mean(), logits
+
+
+def one_key(mark, key=3):
+    sparse = KeyedJaggedTensor(["user", "item"], torch.tensor([key]), lengths=torch.tensor([1, 0]))
+    return Batch(sparse, torch.ones(1, 2), torch.ones(1), torch.full((1,), mark))
+
+
+@pytest.mark.parametrize("transfer", ["once", "per_micro_batch"])
+def test_a_gradient_whose_sum_could_overflow_does_not_count(transfer):
+    """float32 ends at 3.4e38: of two ranks, each may have a quarter of it."""
+    for value, errors in ((8.4e37, 0), (8.6e37, 1)):
+        runs = run_all(
+            WORLD, "nested", lambda r, value=value: [one_key(value)], [0], ManyGradients, row_transfer=transfer
+        )
+        assert [len(run.errors) for run in runs] == [errors] * 2
+        if errors:
+            text = str(runs[0].errors[0][1])
+            assert "2 row gradients (table 'user' key 3; table 'user' key 3) are not finite" in text
+
+
+def test_sources_count_their_own_bad_gradients_and_rows_are_left_out_once():
+    """Rank 0's is bad, rank 1's is not: the row is left out; both bad: two gradients, still one row."""
+    for marks, count in (((float("inf"), 0.0), 1), ((float("inf"), float("nan")), 2), ((0.0, 0.0), 0)):
+        runs = run_all(
+            WORLD, "nested", lambda r, m=marks: [one_key(m[r])], model_of=ManyGradients, nan_policy="skip_row"
+        )
+        assert [run.skipped_rows for run in runs] == [[count]] * 2
+        ((updates),) = [value[-4:] for run in runs for value in run.state.rows.values()]
+        assert (updates == b"\0\0\0\0") == (count > 0)
+
+
+def test_the_gradient_of_a_key_without_a_row_counts_like_any_other():
+    def model(communicator):
+        return ManyGradients(communicator, make_tables(admission=nk.policy.MinFrequency(5)))
+
+    ((_, error),) = run_all(1, "nested", lambda r: [one_key(float("inf"))], [0], model)[0].errors
+    assert "1 row gradients (table 'user' key 3) are not finite" in str(error)
 
 
 @pytest.mark.parametrize("rate", [float("nan"), 1e39, "fast"])

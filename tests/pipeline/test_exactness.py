@@ -70,6 +70,7 @@ FACTORS = {
     "clustering": ["none", "key"],
     "tables": list(TABLES),
     "weight_loss": [False, True],
+    "bad_labels": [0.0, 0.1],
     "storage": ["fp32", "fp16", "bf16", "fp16_stochastic", "bf16_stochastic", "bf16_stochastic+"],
     "wires": ["fp32/fp32", "bf16/fp16", "int8/int8", "fp32/bf16"],
 }
@@ -89,6 +90,8 @@ def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
         gradient_wire=case["wires"].split("/")[1],
         clustering=case["clustering"],
         weight_loss=case["weight_loss"],
+        bad_labels=case["bad_labels"],
+        nan_policy="skip_row",
         seed=seed,
     )
 
@@ -115,7 +118,7 @@ def test_sequential_equals_the_oracle(case):
     run = explore(graph, scenario.ranks(), orders.random(0), scenario.batches)
     oracle = scenario.oracle(run.partition)
     assert run.broken == ""
-    assert run.losses == oracle.losses
+    assert repr(run.losses) == repr(oracle.losses)
     assert {k: v for store in run.stores for k, v in store.items()} == oracle.stores[0]
     assert run.dense == oracle.dense
 

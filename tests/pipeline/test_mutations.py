@@ -58,7 +58,7 @@ def summed_otherwise(order, early_division=False):
                 part = owner.boxes[chosen]
                 commit.scatter_add_rows(total, owner.slot[chosen], part / world if early_division else part)
             owner.row_gradients = total if early_division else total / world
-            owner.boxes, owner.finite = None, torch.ones(len(owner.keys), dtype=torch.bool)
+            owner.boxes, owner.countable = None, torch.ones(len(owner.keys), dtype=torch.bool)
 
     return lambda monkeypatch: monkeypatch.setitem(STAGE_FUNCTIONS, "reduce_grads", reduce_grads)
 

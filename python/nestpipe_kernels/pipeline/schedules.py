@@ -71,6 +71,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
     sent = Region.FIRST if once else Region.USED
     returned = Region.LAST if once else Region.USED
     stages = [
+        Stage("begin", "begin", "caller", "other", accesses=(
+            read("step_count"), write("dense.gradients"), _each("settings", writes=True))),
         Stage("send_rows", "send_rows", "exchange", "communication", micro=True, posts=("rows",), accesses=(
             _each("owner_plan"), read("buffer", sent, "parity")), cost=Cost("network", "row_bytes")),
         Stage("forward_backward", "forward_backward", "caller", "compute", micro=True, lands=("rows",), accesses=(
@@ -78,7 +80,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
             _each("received_rows", writes=True), _each("gradients", writes=True, region=Region.USED),
             _each("loss", writes=True, region=Region.USED)), cost=Cost("compute", "samples")),
         Stage("send_grads", "send_grads", "exchange", "communication", micro=True, posts=("grads",), accesses=(
-            _each("plan"), _each("loss", region=Region.LAST), _each("gradients", writes=True, region=returned)),
+            _each("plan"), _each("loss", region=Region.LAST), _each("gradients", writes=True, region=returned),
+            _each("peaks", writes=True, region=returned)),
             cost=Cost("network", "row_bytes")),
         Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
             _each("owner_plan"), _each("boxes", writes=True, region=returned)), cost=Cost("hbm", "row_bytes")),
@@ -89,8 +92,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
             read("dense.gradients"), _each("loss")), cost=Cost("network", "dense_bytes")),
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
               accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
-        Stage("commit", "commit", "exchange", "communication", posts=("control",), accesses=(
-            _each("row_gradients"), _each("dense_slice"), _each("loss"), read("learning_rates")),
+        Stage("commit", "commit", "dense", "communication", posts=("control",), accesses=(
+            _each("peaks"), _each("dense_slice"), _each("loss"), _each("settings")),
             cost=Cost("network", "latency")),
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
             _each("verdict", writes=True), write("step_count"))),
@@ -104,7 +107,8 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
             write("buffer", Region.ALL, "parity")), cost=Cost("dram", "row_bytes")))  # fmt: skip
     stages += [
         Stage("update", "update", "device", "other", accesses=(
-            _each("owner_plan"), _each("verdict"), _each("row_gradients"), write("buffer", Region.BATCH, "parity")),
+            _each("owner_plan"), _each("verdict"), _each("settings"), _each("row_gradients"),
+            write("buffer", Region.BATCH, "parity")),
             cost=Cost("hbm", "row_bytes")),
         Stage("write_back", "write_back", "write_back", "lookup", accesses=(
             _each("owner_plan"), read("buffer", Region.BATCH, "parity"), write("store.rows", Region.BATCH)),
@@ -154,11 +158,12 @@ def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
         Edge("send_grads", "recv_grads", "the gradients", micro=Micro.EACH, across=True),
         Edge("prefetch", "forward_backward", "random generators", -1, Micro.FIRST),
         Edge("forward_backward", "prefetch", "random generators", 2, Micro.LAST),
-        Edge("dense_step", "forward_backward", "dense parameters", 1, Micro.FIRST),
+        Edge("dense_step", "begin", "dense parameters; the step's number", 1),
+        Edge("begin", "forward_backward", "dense gradients are cleared", micro=Micro.FIRST),
         Edge("forward_backward", "dense_scatter", "dense gradients", micro=Micro.LAST),
         Edge("dense_scatter", "dense_sum", "slices", across=True),
         Edge("dense_sum", "commit", "finite or not"),
-        Edge("reduce_grads", "commit", "finite or not"),
+        Edge("reduce_grads", "refresh" if schedule.stale else "update", "summed gradients"),
         Edge("commit", "verdict", "flags of all ranks", across=True),
         Edge("verdict", "dense_step", "the verdict"),
         Edge("refresh" if schedule.stale else "verdict", "update", "the verdict"),
@@ -167,13 +172,16 @@ def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
     if not schedule.overlap:
         edges.append(Edge("recv_grads", "send_rows", "one micro-batch after another", micro=Micro.NEXT, policy=True))
         edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=Micro.LAST))
+        edges.append(Edge("send_grads", "commit", "finite or not", micro=Micro.LAST))
     elif once:
         edges.append(Edge("forward_backward", "forward_backward", "sum order", micro=Micro.NEXT))
         edges.append(Edge("recv_grads", "reduce_grads", "all gradients"))
+        edges.append(Edge("send_grads", "commit", "finite or not"))
     else:
         edges.append(Edge("send_grads", "forward_backward", "accumulators are free again", micro=Micro.NEXT))
         edges.append(Edge("recv_grads", "recv_grads", "sum order", micro=Micro.NEXT))
         edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=Micro.LAST))
+        edges.append(Edge("send_grads", "commit", "finite or not", micro=Micro.LAST))
     return edges
 
 

@@ -23,7 +23,7 @@ class Step:
         loss: this rank's loss, a 0-dim tensor: micro-batch losses with their weights. 0 for a rank without samples.
         output: the model's second value, micro-batches joined in the caller's sample order; None for a rank without
             samples.
-        skipped_rows: rows left out because their gradients were not finite (nan_policy="skip_row"), over all ranks.
+        skipped_rows: row gradients that did not count (nan_policy="skip_row"), over all ranks: each leaves its row out.
         dense_skipped: the dense step was left out because a dense gradient was not finite (nan_policy="skip_row").
         skipped: in words what was left out, with tables and keys; empty if nothing.
     """

@@ -378,6 +378,7 @@ class NestedPipeline:
             scheduler.start_ahead(following)
         self._pending = following
         batch.statistics = [buffer.clone() for buffer in self._statistics]
+        scheduler.run_caller("begin", batch)
         for micro in range(self.config.num_micro_batches):
             scheduler.run_caller("forward_backward", batch, micro)
         scheduler.run_caller("verdict", batch)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.finite_rows import finite_rows
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from ..ops.scatter_add_rows import scatter_add_rows
 from ..types import RowStore
+from .finite import bad_sources, judge_own
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
 from .state import BatchState, RankState, Verdict
 
 __all__ = [
+    "begin",
     "check_failures",
     "dense_scatter",
     "dense_step",
@@ -24,28 +25,34 @@ __all__ = [
     "verdict",
 ]
 
-_NAMED_KEYS = 4
+
+def begin(rank: RankState, batch: BatchState, micro: int) -> None:
+    """The window begins: settings of the update are read, dense gradients are cleared. A learning rate that cannot be
+    used is a failure of the batch; nobody sets one before the batch has ended."""
+    batch.step = rank.step_count + 1
+    with batch.guard(rank.communicator.rank, "learning_rates"):
+        batch.learning_rates = [b.module.learning_rates(b.index) for b in rank.bindings]
+    for _, parameter in rank.dense_parameters:
+        parameter.grad = None
 
 
 def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     """Mean over ranks of the row gradients: sources ascending, each divided by its own divisor, divided by W last."""
     world = rank.communicator.size
-    with batch.guard(rank.communicator.rank, "reduce_grads"):
-        for binding, owner in zip(rank.bindings, batch.owner):
-            total = torch.zeros(len(owner.keys), binding.store.dim, dtype=torch.float32)
-            assert owner.boxes is not None
-            start = 0
-            for peer, length in enumerate(owner.per_peer):
-                part = owner.boxes[start : start + length]
-                if batch.divisors and batch.divisors[peer] != 1.0:
-                    part = part / batch.divisors[peer]
-                scatter_add_rows(total, owner.slot[start : start + length], part)
-                start += length
-            owner.row_gradients = total / world if world > 1 else total
-            owner.boxes = None
-            owner.finite = finite_rows(owner.row_gradients)
-            if owner.retrieval is not None:  # what is skipped anyway does no harm
-                owner.finite |= owner.retrieval.handles < 0
+    for binding, owner in zip(rank.bindings, batch.owner):
+        total = torch.zeros(len(owner.keys), binding.store.dim, dtype=torch.float32)
+        owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
+        assert owner.boxes is not None
+        start = 0
+        for peer, length in enumerate(owner.per_peer):
+            slot, part = owner.slot[start : start + length], owner.boxes[start : start + length]
+            if batch.divisors and batch.divisors[peer] != 1.0:
+                part = part / batch.divisors[peer]
+            owner.countable[slot[bad_sources(part, world)]] = False
+            scatter_add_rows(total, slot, part)
+            start += length
+        owner.row_gradients = total / world if world > 1 else total
+        owner.boxes = None
 
 
 def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:
@@ -117,26 +124,9 @@ def dense_sum(rank: RankState, batch: BatchState, micro: int) -> None:
     batch.post("dense.gather", 0, handle)
 
 
-def _name_bad_rows(rank: RankState, batch: BatchState) -> tuple[int, str]:
-    bad, names = 0, []
-    for binding, owner in zip(rank.bindings, batch.owner):
-        if owner.finite is None or bool(owner.finite.all()):
-            continue
-        rows = torch.nonzero(~owner.finite).squeeze(1)
-        bad += len(rows)
-        for row in rows[:_NAMED_KEYS].tolist():
-            table = binding.store.tables[int(owner.tables[row])].name
-            names.append(f"table {table!r} key {int(owner.keys[row])}")
-    return bad, ", ".join(names[:_NAMED_KEYS])
-
-
 def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
-    """This rank's word to everybody: failed or not, and what is not finite. A learning rate that cannot be used is a
-    failure, so it is read here; nobody sets it before the batch has ended."""
-    if batch.training:
-        with batch.guard(rank.communicator.rank, "learning_rates"):
-            batch.learning_rates = [b.module.learning_rates(b.index) for b in rank.bindings]
-    bad, names = _name_bad_rows(rank, batch)
+    """This rank's word to everybody: failed or not, and what is not finite."""
+    bad, names = judge_own(rank, batch)
     flags = Flags(
         batch.index,
         rank.num_micro_batches,
@@ -182,8 +172,8 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
     if skipped and rank.nan_policy == "raise":
         batch.verdict = Verdict(False, non_finite=skipped)
         return
-    rank.step_count += 1
-    batch.verdict = Verdict(True, rank.step_count, not dense_bad, bad_rows, skipped, batch.learning_rates)
+    rank.step_count = batch.step
+    batch.verdict = Verdict(True, batch.step, not dense_bad, bad_rows, skipped)
 
 
 def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -207,14 +197,14 @@ def update(rank: RankState, batch: BatchState, micro: int) -> None:
     assert batch.verdict is not None
     if not batch.verdict.ok:
         return
-    for binding, owner, rates in zip(rank.bindings, batch.owner, batch.verdict.learning_rates):
-        assert owner.buffer is not None and owner.row_gradients is not None and owner.finite is not None
+    for binding, owner, rates in zip(rank.bindings, batch.owner, batch.learning_rates):
+        assert owner.buffer is not None and owner.row_gradients is not None and owner.countable is not None
         assert owner.retrieval is not None
-        mask = owner.finite & (owner.retrieval.handles >= 0)
+        mask = owner.countable & (owner.retrieval.handles >= 0)
         mask &= _trainable(binding.store)[owner.tables.to(torch.int64)]
         rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
         row_update(
-            owner.buffer, owner.row_gradients, binding.store.optimizer, batch.verdict.step, rate,
+            owner.buffer, owner.row_gradients, binding.store.optimizer, batch.step, rate,
             None if bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
         )  # fmt: skip
         owner.row_gradients = None

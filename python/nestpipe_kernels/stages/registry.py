@@ -13,6 +13,7 @@ __all__ = ["STAGE_FUNCTIONS", "run_stage"]
 StageFunction = Callable[[RankState, BatchState, int], None]
 
 STAGE_FUNCTIONS: dict[str, StageFunction] = {
+    "begin": commit.begin,
     "prefetch": routing.prefetch,
     "route": routing.route,
     "route_keys": routing.exchange_keys,

@@ -163,6 +163,10 @@ class StorePlan:
     """float32 [M, dim]: their gradients, summed over the micro-batches so far."""
     occurrences: list[Any]
     """StoreKeys of each micro-batch (all calls of the module, concatenated), None for an empty one."""
+    peaks: Tensor | None = None
+    """float32 [M]: largest magnitude of each gradient that has been sent."""
+    summed: Tensor | None = None
+    """float32 [M, dim]: gradients sent so far, where they are sent for every micro-batch."""
 
 
 @dataclass
@@ -191,8 +195,8 @@ class OwnerKeys:
     """float32 [M, dim]: gradients as received, per source."""
     row_gradients: Tensor | None = None
     """float32 [U, dim], averaged over ranks."""
-    finite: Tensor | None = None
-    """bool [U]"""
+    countable: Tensor | None = None
+    """bool [U]: no source's gradient is bad (stages/finite)."""
 
 
 @dataclass
@@ -205,7 +209,6 @@ class Verdict:
     skipped_rows: int = 0
     non_finite: str = ""
     """What is not finite, in words, if anything."""
-    learning_rates: list[Tensor] = field(default_factory=list)
     failure: Failure | None = None
 
 
@@ -252,8 +255,10 @@ class BatchState:
     """Running statistics of the model before this batch's forward; put back if the batch does not count."""
     dense_slice: Tensor | None = None
     dense_finite: bool = True
+    step: int = 0
+    """Number of the update, if the batch counts."""
     learning_rates: list[Tensor] = field(default_factory=list)
-    """float32 [tables] of every store, read before the flags are sent."""
+    """float32 [tables] of every store, as they are when the batch's window begins."""
     verdict: Verdict | None = None
     handles: dict[tuple[str, int], Handle] = field(default_factory=dict)
 

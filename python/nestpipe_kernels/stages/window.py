@@ -14,6 +14,7 @@ from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward
 from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
+from .finite import as_read, note_gradients
 from .lookup_function import run_lookup
 from .messages import join_rows, message_counts, split_rows
 from .routing import concat_keys
@@ -207,9 +208,6 @@ def accumulate_gradients(plan: StorePlan, keys: StoreKeys, slots: Tensor, grads:
 def forward_backward(rank: RankState, batch: BatchState, micro: int) -> None:
     """Land the rows of this micro-batch and train the model on it; the lookup's gradients go to the accumulators."""
     land_rows(rank, batch, micro)
-    if micro == 0:
-        for _, parameter in rank.dense_parameters:
-            parameter.grad = None
     if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
         return
     with batch.guard(rank.communicator.rank, "forward_backward"):
@@ -245,6 +243,20 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
         f"{batch.tag}/grads/{micro}",
     )
     batch.post("grads", micro, handle)
+    for plan, move, part in zip(batch.plans, moves, parts):
+        _judge_later(rank, plan, move, as_read(part, wire), micro)
+
+
+def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor, micro: int) -> None:
+    """Note what was sent, for the commit; where it goes in pieces, the sum of the pieces, as the owner adds them."""
+    if not rank.track_use:
+        note_gradients(plan, move.positions, part)
+        return
+    if plan.summed is None:
+        plan.summed = torch.zeros_like(plan.gradients)
+    scatter_add_rows(plan.summed, move.positions, part)
+    if micro == rank.num_micro_batches - 1:
+        note_gradients(plan, torch.arange(len(plan.summed)), plan.summed)
 
 
 def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:

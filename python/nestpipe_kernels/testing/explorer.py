@@ -129,6 +129,8 @@ class Outcome:
             return self.broken or other.broken
         for name in ("losses", "policies", "stores", "metadata", "dense"):
             mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "losses":  # NaN equals NaN
+                mine, theirs = ([[repr(x) for x in per_rank] for per_rank in every] for every in (mine, theirs))
             if mine != theirs:
                 return f"{name} differ: {_first_difference(mine, theirs)}"
         return ""

@@ -2,7 +2,8 @@
 
 It shares nothing with stages, router, stores, buffers or lanes; of the project it uses the references of pooling, row
 gradient, row update and initial values alone. Which keys have rows: oracle_rows, by the plain rules of policy_model.
-Its answer is what every schedule must give, bit for bit.
+Its answer is what every schedule must give, bit for bit; gradients that do not count leave their row, or the dense
+step, out (nan_policy="skip_row").
 """
 
 from __future__ import annotations
@@ -106,19 +107,23 @@ class Oracle:
         per_rank = [self._rank(r, micros[r]) for r in range(world)]
         self.losses.append([loss for _, loss, _ in per_rank])
         total: dict[tuple[str, int], Tensor] = {}
+        bad: set[tuple[str, int]] = set()
         for gradients, _, divisor in per_rank:
             for row, gradient in gradients.items():
                 part = gradient / divisor if divisor != 1.0 else gradient
+                if not float(part.abs().max()) <= torch.finfo(torch.float32).max / (2 * world):
+                    bad.add(row)
                 total[row] = total.get(row, torch.zeros_like(gradient)) + part
         for model in self.models:
             for name, parameter in model.named_parameters():
                 parameter.grad = self._dense(name, [d for _, _, d in per_rank])
         self.step += 1
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for model, optimizer in zip(self.models, self.optimizers):
+            if all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
         for (name, key), gradient in total.items():
             table = next(t for t in self.tables if t.name == name)
-            if table.trainable and (name, key) in self.rows.values:
+            if table.trainable and (name, key) in self.rows.values and (name, key) not in bad:
                 mean = gradient / world if world > 1 else gradient
                 values = self.rows.values[name, key].clone().view(1, -1)
                 lr, storage = table.optimizer.lr, storage_of_key(table, key)

@@ -123,6 +123,8 @@ class Scenario:
     weighted: bool = False
     noise: bool = True
     seed: int = 0
+    bad_labels: float = 0.0
+    """Chance of a label whose gradient is not finite; the oracle knows nan_policy="skip_row" alone."""
 
     @property
     def feature_names(self) -> list[str]:
@@ -151,13 +153,14 @@ class Scenario:
 
     def loader(self, rank: int, generator: torch.Generator | None) -> Iterator[ScenarioBatch]:
         """A rank's batches; draws from the generator when a batch is drawn."""
-        chance = random.Random(self.seed * 9176 + rank)
+        chance, mischief = (random.Random(self.seed * 9176 + rank + salt) for salt in (0, 41))
         for size in self.sizes(rank):
             lengths = [[chance.choice((0, 1, 1, 2, 3)) for _ in range(size)] for _ in self.feature_names]
             total = sum(map(sum, lengths))
             keys = [min(chance.randrange(self.num_keys), chance.randrange(self.num_keys)) for _ in range(total)]
             extra = torch.rand(size, generator=generator) if generator is not None else torch.zeros(size)
             dense = torch.tensor([[chance.uniform(-1, 1), chance.uniform(-1, 1)] for _ in range(size)]).view(size, 2)
+            bad = [float("inf") if mischief.random() < self.bad_labels else 0.0 for _ in range(size)]
             weights = torch.tensor([chance.uniform(-1, 1) for _ in range(total)]) if self.weighted else None
             yield ScenarioBatch(
                 KeyedJaggedTensor(
@@ -168,7 +171,7 @@ class Scenario:
                     stride=size,
                 ),
                 dense,
-                extra + torch.tensor([chance.uniform(-1, 1) for _ in range(size)]),
+                extra + torch.tensor([chance.uniform(-1, 1) for _ in range(size)]) + torch.tensor(bad),
             )
 
     # -------------------------------------------------------------------------------------------- models

@@ -1,0 +1,66 @@
+"""Which row gradients count: judged by the source that sent them, before they arrive, and by the owner by the same rule
+when they have.
+
+A source's gradient of a row is bad if it holds a NaN or a magnitude above the largest float32 / (2 W), divided by the
+source's divisor first: so the sum of W good ones is finite. Both sides look at the same float32 values, so they agree
+without a word; only the sources' counts travel, with the commit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.wire_rows import decode_rows, encode_rows
+from .state import BatchState, RankState, StorePlan
+
+__all__ = ["as_read", "bad_sources", "judge_own", "largest", "note_gradients"]
+
+_NAMED_KEYS = 4
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def largest(rows: Tensor) -> Tensor:
+    """float32 [n]: the largest magnitude in each row of float32 [n, dim]; NaN where a row holds one."""
+    return torch.maximum(rows.amax(1), -rows.amin(1))
+
+
+def _limit(world_size: int) -> float:
+    return _FLOAT_MAX / (2 * world_size)
+
+
+def bad_sources(parts: Tensor, world_size: int) -> Tensor:
+    """bool [n]: which rows (one source's gradients, divided by its divisor) do not count."""
+    return ~(largest(parts) <= _limit(world_size))
+
+
+def as_read(parts: Tensor, wire: str) -> Tensor:
+    """float32 [n, dim]: what the owner will read of gradients that travel as `wire`."""
+    return parts if wire == "fp32" else decode_rows(encode_rows(parts, wire), parts.shape[1], wire)
+
+
+def note_gradients(plan: StorePlan, positions: Tensor, parts: Tensor) -> None:
+    """Remember the largest magnitude of gradients that are complete: `parts` as the owner will read them."""
+    _peaks(plan)[positions] = largest(parts)
+
+
+def _peaks(plan: StorePlan) -> Tensor:
+    """What has not been looked at is bad."""
+    if plan.peaks is None:
+        plan.peaks = torch.full((len(plan.source.lists.keys),), float("nan"))
+    return plan.peaks
+
+
+def judge_own(rank: RankState, batch: BatchState) -> tuple[int, str]:
+    """How many of this rank's row gradients are bad, and the first of them in words."""
+    bad, names = 0, []
+    if not batch.training or batch.failure is not None:
+        return 0, ""
+    divisor = torch.tensor(abs(batch.loss_divisor), dtype=torch.float32)  # as it travels
+    for binding, plan in zip(rank.bindings, batch.plans):
+        rows = torch.nonzero(~(_peaks(plan) / divisor <= _limit(rank.communicator.size))).squeeze(1)
+        bad += len(rows)
+        for row in rows[:_NAMED_KEYS].tolist():
+            lists = plan.source.lists
+            names.append(f"table {binding.store.tables[int(lists.tables[row])].name!r} key {int(lists.keys[row])}")
+    return bad, ", ".join(names[:_NAMED_KEYS])
