@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nestpipe_kernels.comm.board import OWN, SECONDARY, Board
 from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose
 from nestpipe_kernels.comm.peers import PeerProcesses
 from nestpipe_kernels.errors import CommunicationError
@@ -64,6 +65,8 @@ class GlooCommunicator:
         self.closed = False
         ranks = dist.get_process_group_ranks(parent)
         self._peers: PeerProcesses | None = None
+        self.board: Board | None = None
+        """Where peers of this machine see what this rank is doing."""
         self._groups: dict[str, GlooGroup] = {}
         limit = timedelta(seconds=timeout_s)
         # Outside the default group only the members take part in making groups, which then get names from their ranks.
@@ -73,6 +76,7 @@ class GlooCommunicator:
                 made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=local)
                 self._groups[purpose] = GlooGroup(self, purpose, made)
             self._peers = PeerProcesses.gather(self._groups["control"].process_group)
+            self.board = self._peers.board
         except RuntimeError as error:
             raise CommunicationError(
                 f"comm: rank {self.rank} could not set up its {self.size}-rank groups within {timeout_s:g} s: "
@@ -102,9 +106,20 @@ class GlooCommunicator:
         for group in self._groups.values():
             group.destroy()
 
-    def describe_gone_peers(self) -> str:
-        """Which peers' processes are known to have ended, as the end of a message; best effort."""
-        return "" if self._peers is None else self._peers.describe_gone()
+    def describe_cause(self, purpose: int, number: int, silent: Sequence[int]) -> str:
+        """Which rank is the cause of a failed exchange, as the end of a message; best effort.
+
+        Args:
+            purpose, number: its index in PURPOSES, and its number among the exchanges of that purpose.
+            silent: ranks that nothing came from, as far as known.
+        """
+        return "" if self._peers is None else self._peers.describe_cause(purpose, number, silent)
+
+    def report_failure(self, text: str, own: bool) -> None:
+        """Last words for the peers, who may wait for this rank: where and what went wrong; `own` unless another rank is
+        the cause."""
+        if self.board is not None:
+            self.board.note(OWN if own else SECONDARY, text)
 
 
 class GlooGroup:
@@ -117,8 +132,18 @@ class GlooGroup:
         self._communicator = weakref.proxy(communicator)
         self._timeout_s = communicator.timeout_s
         self._purpose = purpose
+        self.kind = PURPOSES.index(purpose)
         self._posted = 0
         """Exchanges so far: what matches a send with its receive."""
+
+    @property
+    def board(self) -> Board | None:
+        """The communicator's board; None before it is set up, and once the communicator is gone."""
+        try:
+            communicator: GlooCommunicator = self._communicator
+            return communicator.board
+        except ReferenceError:
+            return None
 
     def all_to_all(
         self,
@@ -145,28 +170,36 @@ class GlooGroup:
         try:
             works = self._post(rows, send_counts, out, receive_counts)
         except RuntimeError as error:
-            raise self.failure(tag, time.monotonic() - start, error) from error
-        return GlooHandle(self, tag, works, rows, out)
+            raise self.failure(tag, self._posted, time.monotonic() - start, [], error) from error
+        number, self._posted = self._posted, self._posted + 1
+        board = self.board
+        if board is not None:
+            board.posted(self.kind, self._posted)
+        return GlooHandle(self, tag, number, works, rows, out)
 
-    def _post(self, rows: Tensor, send_counts: Sequence[int], out: Tensor, receive_counts: Sequence[int]) -> list[Any]:
-        """Receives, then sends, of one exchange; a rank's own rows are copied at once."""
-        number, self._posted = self._posted, (self._posted + 1) % _MOST_TAGS
+    def _post(
+        self, rows: Tensor, send_counts: Sequence[int], out: Tensor, receive_counts: Sequence[int]
+    ) -> list[tuple[int, Any]]:
+        """Receives, then sends, of one exchange, each with its peer; a rank's own rows are copied at once."""
+        number = self._posted % _MOST_TAGS
         outgoing, incoming = torch.split(rows, list(send_counts)), torch.split(out, list(receive_counts))
         peers = [(self.rank + k) % self.size for k in range(1, self.size)]  # not all at the same peer first
-        works = [self.process_group.recv([incoming[peer]], peer, number) for peer in reversed(peers)]
-        works += [self.process_group.send([outgoing[peer]], peer, number) for peer in peers]
+        works = [(peer, self.process_group.recv([incoming[peer]], peer, number)) for peer in reversed(peers)]
+        works += [(peer, self.process_group.send([outgoing[peer]], peer, number)) for peer in peers]
         incoming[self.rank].copy_(outgoing[self.rank])
         return works
 
-    def failure(self, tag: str, waited_s: float, error: RuntimeError) -> CommunicationError:
+    def failure(
+        self, tag: str, number: int, waited_s: float, silent: Sequence[int], error: RuntimeError
+    ) -> CommunicationError:
         """The error for a failed exchange, with what is known about the peers."""
         try:
-            gone = self._communicator.describe_gone_peers()
+            cause = self._communicator.describe_cause(self.kind, number, silent)
         except ReferenceError:
-            gone = ""
+            cause = ""
         return CommunicationError(
             f"{self._purpose} exchange {tag!r}: rank {self.rank} of {self.size} got no answer after {waited_s:.1f} s"
-            f"{gone}: {first_line(error)}"
+            f"{cause}: {first_line(error)}"
         )
 
     def destroy(self) -> None:
@@ -187,9 +220,12 @@ class GlooGroup:
 class GlooHandle:
     """An exchange under way; keeps both tensors alive until waited for."""
 
-    def __init__(self, group: GlooGroup, tag: str, works: list[Any], send: Tensor, received: Tensor) -> None:
+    def __init__(
+        self, group: GlooGroup, tag: str, number: int, works: list[tuple[int, Any]], send: Tensor, received: Tensor
+    ) -> None:
         self._group = group
         self._tag = tag
+        self._number = number
         self._works = works
         self._send: Tensor | None = send
         self._received = received
@@ -198,7 +234,7 @@ class GlooHandle:
 
     def ready(self) -> bool:
         """Whether `wait` would return, or raise, without waiting."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for _, work in self._works)
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Block until the rows are here; idempotent, also in failing.
@@ -216,16 +252,33 @@ class GlooHandle:
             raise self._error
         limit_s = self._group.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
+        board = self._group.board if self._works else None
+        if board is not None:
+            board.begin_wait(self._group.kind, self._number)
         try:
             while self._works:
-                self._works[0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                self._works[0][1].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
                 del self._works[0]
         except RuntimeError as error:
             # Gloo may still use both tensors: they stay referenced by this handle.
-            self._error = self._group.failure(self._tag, time.monotonic() - self._start, error)
+            waited_s = time.monotonic() - self._start
+            self._error = self._group.failure(self._tag, self._number, waited_s, self._silent(), error)
             raise self._error from error
+        finally:
+            if board is not None:
+                board.end_wait()
         self._send = None
         return self._received
+
+    def _silent(self) -> list[int]:
+        """Ranks that nothing came from, after a failure: the others' part of the exchange has been done before."""
+        silent = set()
+        for peer, work in self._works:
+            try:
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                silent.add(peer)
+        return sorted(silent)
 
 
 def first_line(error: BaseException) -> str:

@@ -264,6 +264,7 @@ class NestedPipeline:
             return
         if self._broken is None and not isinstance(error, NestPipeError):
             self._broken = error  # a peer may not reach its next exchange: do not wait for it
+            self.rank.report_failure("the training loop", self._trained, error)
         with suppress(Exception):  # what is under way tells the cause; that a peer has left since then does not
             self.close()
 
@@ -299,6 +300,7 @@ class NestedPipeline:
             raise
         except BaseException as error:
             self._broken = error
+            self.rank.report_failure("progress", self._trained, error)
             raise
         finally:
             self._inside = False

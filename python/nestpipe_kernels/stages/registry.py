@@ -39,13 +39,29 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
 }
 
 
+_SHOWN = {"gather_all": "gather", "gather_fresh": "gather", "find": "retrieve"}
+"""Functions that are a stage of another name."""
+
+
 def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> None:
-    """Run one node; nodes of a batch that all ranks agreed to skip do nothing."""
+    """Run one node; nodes of a batch that all ranks agreed to skip do nothing.
+
+    Peers can see which stage a rank is in, and what it failed with where that is not told by the exchanges.
+    """
     if batch.skipped:
         return
-    if rank.hold is None:
-        STAGE_FUNCTIONS[function](rank, batch, micro)
-        return
+    board = rank.board
+    shown = _SHOWN.get(function, function)
+    if board is not None:
+        board.begin(shown, batch.clock, micro)
     begin = time.perf_counter()
-    STAGE_FUNCTIONS[function](rank, batch, micro)
-    rank.hold(function, batch, micro, begin)
+    try:
+        STAGE_FUNCTIONS[function](rank, batch, micro)
+        if rank.hold is not None:
+            rank.hold(function, batch, micro, begin)
+    except BaseException as error:
+        rank.report_failure(shown, batch.clock, error)
+        raise
+    finally:
+        if board is not None:
+            board.end()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
+from ..comm.board import Board
 from ..comm.router import SourceKeys, Transfer
-from ..errors import CommunicationError
+from ..errors import CommunicationError, RemoteRankError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "StoreBinding",
     "Verdict",
     "bind_stores",
+    "describe_error",
 ]
 
 
@@ -127,6 +129,23 @@ class RankState:
     hold: StageHold | None = None
     """Emulates a device: may keep the stage's lane after its work, until the device would have ended it. Only
     benchmarks set it."""
+
+    @property
+    def board(self) -> Board | None:
+        """Where peers of this machine see what this rank is doing, if the communicator has such a place."""
+        return getattr(self.communicator, "board", None)
+
+    def report_failure(self, stage: str, batch: int, error: BaseException) -> None:
+        """Tell peers, who may wait for this rank, what stops it: an error of its own, or what it found out about
+        another rank."""
+        report = getattr(self.communicator, "report_failure", None)
+        if report is None or isinstance(error, (RemoteRankError, StopIteration)):
+            return
+        if isinstance(error, CommunicationError):
+            report(str(error), own=False)
+        else:
+            of_batch = f" of batch {batch}" if batch >= 0 else ""
+            report(f"{stage}{of_batch}: {describe_error(error)}", own=True)
 
 
 @dataclass
@@ -288,4 +307,10 @@ class BatchState:
             raise
         except BaseException as error:
             if self.failure is None:
-                self.failure = Failure(rank, stage, f"{type(error).__name__}: {error}", error)
+                self.failure = Failure(rank, stage, describe_error(error), error)
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: bad id`, or the kind alone where the error says nothing."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
