@@ -1,8 +1,8 @@
 """Board: what each rank of one machine is doing, in nameless shared memory that outlives a rank that dies.
 
-One page a rank: the stages it is in, how many exchanges of each purpose it has posted, and its last words. Peers read it
-only to word an error, after an exchange has failed: which rank is the cause, and in which stage it was. Writing costs
-less than a microsecond a stage. Nothing of it has a name in a file system, so nothing can be left behind.
+One page a rank: the stages it is in, how many exchanges of each purpose it has posted, and its last words. Peers read
+it only to word an error, after an exchange has failed: which rank is the cause, and in which stage it was. Nothing of
+it has a name in a file system, so nothing can be left behind.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Board:
         if not getattr(self._thread, "slot", 0):
             self.begin("exchange", -1, -1)
             self._thread.alone = True
-        state, batch, micro, since, _ = _SLOT.unpack_from(self._memory, self._thread.slot)
+        _, batch, micro, since, _ = _SLOT.unpack_from(self._memory, self._thread.slot)
         _SLOT.pack_into(self._memory, self._thread.slot, _WAITING + purpose, batch, micro, since, number)
 
     def end_wait(self) -> None:
@@ -155,7 +155,7 @@ class Board:
             if state != _IDLE:
                 found.append((since, state, page[at : at + _NAME_BYTES].rstrip(b"\0").decode(), batch, micro, number))
         for _, state, name, batch, micro, number in sorted(found):
-            words = name + (f" of batch {batch}" if batch >= 0 else "") + (f", micro-batch {micro}" if micro > 0 else "")
+            words = name + f" of batch {batch}" * (batch >= 0) + f", micro-batch {micro}" * (micro > 0)
             if state == _RUNNING:
                 view.running.append(words)
             else:

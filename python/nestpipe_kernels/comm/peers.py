@@ -1,5 +1,5 @@
-"""PeerProcesses: which rank is the cause of a failed exchange, and what it was doing; used only to word errors, so every
-answer is best effort. Ranks on other machines are not seen.
+"""PeerProcesses: which rank is the cause of a failed exchange, and what it was doing; used only to word errors, so
+every answer is best effort. Ranks on other machines are not seen.
 
 In this order: a rank that failed by itself (its last words say so), a rank whose process has ended without a word, a
 rank that is stopped, a rank whose network interface is down, a rank that has not joined the exchange and waits for
@@ -101,7 +101,9 @@ class PeerProcesses:
             if sure or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
-        return sure or (own_link and f"this rank's network interface {own_link} is down") or self._probable(purpose, number)
+        if own_link and not sure:
+            sure = f"this rank's network interface {own_link} is down"
+        return sure or self._probable(purpose, number)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(len(self._identities)) if rank != self._rank]
@@ -128,15 +130,16 @@ class PeerProcesses:
         late = [r for r in _roots(views, purpose, number) if views[r].note is None]
         if late:
             return "; ".join(f"{self._name(r)} has not joined it{views[r].doing()}" for r in late)
-        told = sorted((v.note.time_ns, r) for r, v in views.items() if v.note and v.note.kind == SECONDARY and v.note.text)
+        told = [(v.note.time_ns, r) for r, v in views.items() if v.note and v.note.kind == SECONDARY and v.note.text]
         if told:
-            rank = told[0][1]
+            rank = min(told)[1]
             return f"rank {rank} had given up: {_text(views[rank])}"
         gone = [r for r in self._peers() if self._has_ended(r)]
         if gone:
             return "; ".join(f"{self._name(r)} has ended" for r in gone)
-        joined = views and len(views) == len(self._peers()) and not _roots(views, purpose, number)
-        return "all ranks have joined it, but its data does not come: look at the network between them" if joined else ""
+        if views and len(views) == len(self._peers()) and not _roots(views, purpose, number):
+            return "all ranks have joined it, but its data does not come: look at the network between them"
+        return ""
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (process {self._identities[rank].pid})"
@@ -180,13 +183,11 @@ def _roots(views: dict[int, PageView], purpose: int, number: int) -> list[int]:
 
 
 def _join_memory(identities: list[Identity], own: Identity, size: int) -> tuple[mmap.mmap | None, int]:
-    """The board's memory, made by the lowest rank of this machine, and that rank; (None, -1) where it is out of reach."""
-    for leader, identity in enumerate(identities):
-        if own.machine and identity.machine == own.machine:
-            break
-    else:
-        return None, -1
-    if identity.memory < 0:
+    """The board's memory, made by the lowest rank of this machine, and that rank; (None, -1) where it is out of
+    reach."""
+    leader = next(k for k, one in enumerate(identities) if one.machine == own.machine)
+    identity = identities[leader]
+    if not own.machine or identity.memory < 0:
         return None, -1
     try:
         if identity.pid == own.pid:
