@@ -3,7 +3,8 @@ every answer is best effort. Ranks on other machines are not seen.
 
 In this order: a rank that failed by itself (its last words say so), a rank whose process has ended without a word, a
 rank that is stopped, a rank whose network interface is down, a rank that has not joined the exchange and waits for
-nobody. A rank that only failed because of another one is never the cause: what it found out is passed on.
+nobody, or that nothing came from. A rank that only failed because of another one is never the cause: what it found out
+is passed on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,21 +79,22 @@ class PeerProcesses:
         """Leave last words for the peers."""
         self.board.note(kind, text)
 
-    def describe_cause(self, purpose: int, number: int) -> str:
+    def describe_cause(self, purpose: int, number: int, silent: Sequence[int]) -> str:
         """`; rank 1 (process 4711) has ended, in gather of batch 4`, or an empty string where nothing is known.
 
         Args:
             purpose, number: the exchange that failed; an exchange that cannot even be posted is the next one.
+            silent: ranks that nothing came from, as far as known.
 
         The first answer stays, and becomes this rank's last words.
         """
         with self._lock:
             if self._found is None:
-                self._found = self._find_cause(purpose, number)
+                self._found = self._find_cause(purpose, number, silent)
                 self.board.note(SECONDARY, self._found)
         return f"; {self._found}" if self._found else ""
 
-    def _find_cause(self, purpose: int, number: int) -> str:
+    def _find_cause(self, purpose: int, number: int, silent: Sequence[int]) -> str:
         own_link = _interface_down()
         if own_link:
             self.board.note(LINK, f"{self._name(self._rank)}: its network interface {own_link} is down")
@@ -103,7 +106,7 @@ class PeerProcesses:
             time.sleep(0.02)
         if own_link and not sure:
             sure = f"this rank's network interface {own_link} is down"
-        return sure or self._probable(purpose, number)
+        return sure or self._probable(purpose, number, silent)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(len(self._identities)) if rank != self._rank]
@@ -124,8 +127,8 @@ class PeerProcesses:
             return "; ".join(f"{self._name(r)} is stopped{views[r].doing()}" for r in stopped)
         return next((view.note.text for view in views.values() if view.note and view.note.kind == LINK), "")
 
-    def _probable(self, purpose: int, number: int) -> str:
-        """Nobody has ended: who has not come, or what others have found out."""
+    def _probable(self, purpose: int, number: int, silent: Sequence[int]) -> str:
+        """Nobody has ended by itself: who has not come, or what others have found out."""
         views = {rank: self.board.view(rank) for rank in self._peers() if self._seen[rank]}
         late = [r for r in _roots(views, purpose, number) if views[r].note is None]
         if late:
@@ -137,9 +140,12 @@ class PeerProcesses:
         gone = [r for r in self._peers() if self._has_ended(r)]
         if gone:
             return "; ".join(f"{self._name(r)} has ended" for r in gone)
-        if views and len(views) == len(self._peers()) and not _roots(views, purpose, number):
-            return "all ranks have joined it, but its data does not come: look at the network between them"
-        return ""
+        if not silent:
+            return ""
+        names = " and ".join(self._name(r) for r in silent)
+        if all(r in views for r in silent):
+            return f"nothing came from {names}, joined though it is: look at the network between the ranks"
+        return f"nothing came from {names}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (process {self._identities[rank].pid})"
