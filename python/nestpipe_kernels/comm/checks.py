@@ -36,13 +36,13 @@ def check_all_to_all(
         CommunicationError: the rank's counts for itself differ.
     """
     for name, counts in (("send_counts", send_counts), ("receive_counts", receive_counts)):
-        if len(counts) != size or any(count < 0 for count in counts):
+        if len(counts) != size or min(counts) < 0:
             raise ValueError(f"{where}: {name} must be {size} numbers >= 0, one per rank, got {list(counts)}")
     if send.dim() < 1 or send.shape[0] != sum(send_counts):
         raise ValueError(
             f"{where}: send must have sum(send_counts) = {sum(send_counts)} rows, got shape {list(send.shape)}"
         )
-    if send.device.type != "cpu":
+    if not send.is_cpu:
         raise ValueError(f"{where}: send must be on the CPU, got {send.device}; other devices are not supported yet")
     if send_counts[rank] != receive_counts[rank]:
         raise CommunicationError(count_mismatch(where, rank, rank, receive_counts[rank], send_counts[rank]))

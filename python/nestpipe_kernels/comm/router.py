@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class KeyLists:
 
     def peers(self) -> Tensor:
         """int64 [M]: the peer whose list each entry belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self.per_peer)), torch.tensor(self.per_peer))
+        return torch.from_numpy(np.arange(len(self.per_peer)).repeat(self.per_peer))
 
 
 @dataclass
@@ -92,7 +93,7 @@ def route_keys(
     Raises:
         ValueError: a key occurs 2^24 times or more, or there are 2^15 tables or more in the store.
     """
-    micro = torch.repeat_interleave(torch.arange(len(micro_sizes)), torch.tensor(list(micro_sizes), dtype=torch.int64))
+    micro = torch.from_numpy(np.arange(len(micro_sizes)).repeat(micro_sizes))
     kept = None if valid is None or bool(valid.all()) else torch.nonzero(valid).squeeze(1)
     if kept is not None:
         keys, tables, micro = keys[kept], tables[kept], micro[kept]
@@ -113,10 +114,10 @@ def route_keys(
     inverse = distinct.inverse.to(torch.int64)
     occurrence = position[inverse]
     last = torch.zeros(len(order), dtype=torch.int64)
+    np.maximum.at(last.numpy(), occurrence.numpy(), micro.numpy())
     used = torch.zeros(len(order), dtype=torch.int64) if track_use else None
-    for i, chosen in enumerate(_by_micro(occurrence, micro, len(micro_sizes))):
-        last[chosen] = i
-        if used is not None:
+    if used is not None:
+        for i, chosen in enumerate(_by_micro(occurrence, micro, len(micro_sizes))):
             used[chosen] |= 1 << i
     lists = KeyLists(
         keys=unique_keys[order],
@@ -131,7 +132,7 @@ def route_keys(
     if kept is not None:
         slots = torch.full((len(valid) if valid is not None else 0,), -1, dtype=torch.int64)
         slots[kept] = occurrence
-    return SourceKeys(lists, list(torch.split(slots, list(micro_sizes))))
+    return SourceKeys(lists, list(slots.split_with_sizes(list(micro_sizes))))
 
 
 def _by_micro(occurrence: Tensor, micro: Tensor, num_micro: int) -> list[Tensor]:
@@ -152,9 +153,9 @@ def transfers(lists: KeyLists, num_micro: int) -> tuple[list[Transfer], list[Tra
 
 def _grouped(micro: Tensor, peers: Tensor, num_micro: int, world: int) -> list[Transfer]:
     order, counts = bucketize((micro * world + peers).to(torch.int32), num_micro * world)
-    table = counts.view(num_micro, world)
-    parts = torch.split(order, table.sum(1).tolist())
-    return [Transfer(parts[i], table[i].tolist()) for i in range(num_micro)]
+    per_peer = counts.view(num_micro, world).tolist()
+    parts = order.split_with_sizes([sum(row) for row in per_peer])
+    return [Transfer(part, row) for part, row in zip(parts, per_peer)]
 
 
 def pack(lists: Sequence[KeyLists], world_size: int) -> tuple[Tensor, list[int]]:

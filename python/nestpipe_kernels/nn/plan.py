@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn.layout import Layout, Segment, StoreGroup
 from nestpipe_kernels.types import KeyedJaggedLike, LookupCall, PoolingType, StoreKeys
 
@@ -55,7 +56,7 @@ def read_features(features: Any, needed: Sequence[str], owner: str, weighted: bo
         TypeError: not a KeyedJaggedTensor, or tensors of the wrong dtype or device.
         ValueError: missing keys, lengths that do not fit, weights missing or unexpected.
     """
-    if not isinstance(features, KeyedJaggedLike):
+    if type(features) is not KeyedJaggedTensor and not isinstance(features, KeyedJaggedLike):
         raise TypeError(
             f"{owner}: features must be a KeyedJaggedTensor, got {type(features).__name__}; "
             "build one with nk.KeyedJaggedTensor(keys, values, lengths=...)"
@@ -111,46 +112,49 @@ def plan_lookup(
 
 def check_ids(layout: Layout, batch: CallInput, owner: str) -> None:
     """Raise IndexError for an id outside a fixed vocabulary; names table, feature, position and value."""
-    for segment in layout.segments:
-        if not segment.config.is_open:
-            _check_range(segment, batch, owner)
+    fixed = [segment for segment in layout.segments if not segment.config.is_open]
+    if not fixed or batch.values.numel() == 0:
+        return
+    found = batch.values.numpy()  # all features at once: far fewer calls where bags are small
+    if int(found.min()) >= 0 and int(found.max()) < min(segment.config.num_embeddings for segment in fixed):
+        return
+    for segment in fixed:
+        _check_range(segment, batch, owner)
 
 
 def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor | None, Tensor]:
     """The store's keys, where their weights stand, and the sample of each."""
     segments = group.segments
-    slices = [batch.slice_of(segment.feature) for segment in segments]
-    sizes = torch.tensor([where.stop - where.start for where in slices], dtype=torch.int64)
+    rows = [batch.keys.index(segment.feature) for segment in segments]
+    slices = [slice(batch.starts[row], batch.starts[row + 1]) for row in rows]
+    sizes = np.array([where.stop - where.start for where in slices], dtype=np.int64)
     keys = _pick(batch.values, slices)
-    lengths = batch.lengths[[batch.keys.index(segment.feature) for segment in segments]]  # [S, B]
-    tables = torch.tensor([segment.table_index for segment in segments], dtype=torch.int32)
+    # numpy for what is counted here: its calls on small arrays cost a fraction of torch's.
+    lengths = batch.lengths.numpy()
+    lengths = (lengths if rows == list(range(len(lengths))) else lengths[rows]).reshape(-1)  # [S * B]
+    tables = np.array([segment.table_index for segment in segments], dtype=np.int32)
     num_samples = batch.batch_size
-    samples = _repeat(torch.arange(num_samples).repeat(len(segments)), lengths.reshape(-1))
+    samples = np.tile(np.arange(num_samples), len(segments)).repeat(lengths)
     if segments[0].mode is PoolingType.NONE:
-        bag_offsets = torch.arange(keys.numel() + 1)
-        segment_bags = [0, *sizes.cumsum(0).tolist()]
+        bag_offsets = np.arange(keys.numel() + 1)
+        segment_bags = [0, *sizes.cumsum().tolist()]
     else:
-        bag_offsets = torch.zeros(len(segments) * num_samples + 1, dtype=torch.int64)
-        torch.cumsum(lengths.reshape(-1), 0, out=bag_offsets[1:])
+        bag_offsets = np.zeros(len(segments) * num_samples + 1, dtype=np.int64)
+        np.cumsum(lengths, out=bag_offsets[1:])
         segment_bags = [num_samples * index for index in range(len(segments) + 1)]
     positions = None
     if batch.weights is not None:
         positions = torch.cat([torch.arange(where.start, where.stop) for where in slices])
     store_keys = StoreKeys(
         keys=keys,
-        tables=_repeat(tables, sizes),
-        bag_offsets=bag_offsets,
+        tables=torch.from_numpy(tables.repeat(sizes)),
+        bag_offsets=torch.from_numpy(bag_offsets),
         segment_bags=tuple(segment_bags),
         segment_modes=tuple(segment.mode.code for segment in segments),
         weights=None if batch.weights is None else _pick(batch.weights, slices),
         valid=_valid(segments, slices, keys),
     )
-    return store_keys, positions, samples
-
-
-def _repeat(values: Tensor, counts: Tensor) -> Tensor:
-    """values[i], counts[i] times; numpy's takes a tenth of repeat_interleave's time."""
-    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+    return store_keys, positions, torch.from_numpy(samples)
 
 
 def _pick(values: Tensor, slices: Sequence[slice]) -> Tensor:
@@ -212,9 +216,10 @@ def _checked_lengths(features: KeyedJaggedLike, num_keys: int, num_values: int, 
             f"{owner}: {num_keys} keys with {stride} samples need {num_keys * stride} lengths, got {lengths.numel()}"
         )
     matrix = lengths.to(torch.int64, copy=True, memory_format=torch.contiguous_format).view(num_keys, stride)
-    if matrix.numel() and int(matrix.min()) < 0:
-        raise ValueError(f"{owner}: lengths must be >= 0, got {int(matrix.min())}")
-    starts = [0, *matrix.sum(1).cumsum(0).tolist()]
+    found = matrix.numpy()
+    if found.size and int(found.min()) < 0:
+        raise ValueError(f"{owner}: lengths must be >= 0, got {int(found.min())}")
+    starts = [0, *found.sum(1).cumsum().tolist()]
     if starts[-1] != num_values:
         raise ValueError(f"{owner}: lengths sum to {starts[-1]}, but there are {num_values} values")
     return matrix, starts

@@ -19,21 +19,24 @@ def check_implementation(op: str, implementation: str) -> None:
 
 def check_vector(op: str, name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None) -> Tensor:
     """`value` as it is, once it is known to be a CPU vector of one of `dtypes` (and of `size`); else raise."""
-    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a {wanted} tensor, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be a {_names(dtypes)} tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
-        got = str(value.dtype).removeprefix("torch.")
+        wanted, got = _names(dtypes), str(value.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be {wanted}, got {got} (shape {list(value.shape)})")
     if value.dim() != 1:
         raise ValueError(
             f"{op}: {name} must have one dimension, got shape {list(value.shape)}; flatten it with .reshape(-1)"
         )
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         raise ValueError(f"{op}: {name} must be on the CPU, got {value.device}; move it with .cpu()")
     if size is not None and value.numel() != size:
         raise ValueError(f"{op}: {name} must have {size} entries, got {value.numel()}")
     return value
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def key_vector(op: str, name: str, keys: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ def check_implementation(operation: str, implementation: str) -> None:
 
 def check_matrix(operation: str, name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """TypeError or ValueError unless `tensor` is a CPU matrix of `dtype` whose rows are contiguous."""
-    wanted = str(dtype).removeprefix("torch.")
-    if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device.type != "cpu":
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype or not tensor.is_cpu:
+        wanted = str(dtype).removeprefix("torch.")
         raise TypeError(f"{operation}: {name} must be a {wanted} CPU tensor, got {describe(tensor)}")
     if tensor.dim() != 2:
         raise ValueError(f"{operation}: {name} must have 2 dimensions, got {describe(tensor)}")
@@ -45,7 +45,7 @@ def check_matrix(operation: str, name: str, tensor: Tensor, dtype: torch.dtype =
 
 def check_index(operation: str, name: str, tensor: Tensor, size: int | None = None) -> None:
     """TypeError or ValueError unless `tensor` is a contiguous CPU int64 vector (of `size` entries)."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or not tensor.is_cpu:
         raise TypeError(f"{operation}: {name} must be an int64 CPU tensor, got {describe(tensor)}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{operation}: {name} must be a contiguous vector, got {describe(tensor)}")

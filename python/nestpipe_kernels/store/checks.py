@@ -49,7 +49,7 @@ def check_tensor(operation: str, name: str, tensor: Tensor, dtype: torch.dtype, 
     """A contiguous CPU tensor of this dtype and shape (None: any extent), whose address may go to native code."""
     found = tuple(tensor.shape)
     right = len(found) == len(shape) and all(want is None or got == want for got, want in zip(found, shape))
-    if tensor.dtype == dtype and right and tensor.is_contiguous() and tensor.device.type == "cpu":
+    if tensor.dtype == dtype and right and tensor.is_contiguous() and tensor.is_cpu:
         return
     wanted = ", ".join("n" if extent is None else str(extent) for extent in shape)
     layout = "contiguous" if tensor.is_contiguous() else f"strides {list(tensor.stride())}"

@@ -140,7 +140,7 @@ def _check_bags(
     weights: Tensor | None,
 ) -> Bags:
     """Types and shapes; what stands in the tensors is checked by the implementation, in one pass."""
-    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64) or slots.device.type != "cpu":
+    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64) or not slots.is_cpu:
         raise TypeError(f"{OPERATION}: slots must be an int32 or int64 CPU tensor, got {checks.describe(slots)}")
     if slots.dim() != 1:
         raise ValueError(f"{OPERATION}: slots must be a vector, got {checks.describe(slots)}")
@@ -180,7 +180,7 @@ def _check_grads(grads: Sequence[Tensor | None], bags: Bags, dim: int) -> list[T
     _check_matrices("grads", grads, bags, dim)
     checked: list[Tensor | None] = []
     for segment, grad in enumerate(grads):
-        if grad is not None and (grad.dtype != torch.float32 or grad.device.type != "cpu"):
+        if grad is not None and (grad.dtype != torch.float32 or not grad.is_cpu):
             raise TypeError(f"{OPERATION}: grads[{segment}] must be a float32 CPU tensor, got {checks.describe(grad)}")
         checked.append(None if grad is None else checks.contiguous_rows(grad.detach()))
     return checked
