@@ -27,6 +27,8 @@ using EvictionTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 // (name, seed, initial values, quota, values of absent keys, admission, eviction)
 using TableTuple = std::tuple<std::string, std::uint64_t, InitTuple, std::int64_t,
                               std::optional<InitTuple>, AdmissionTuple, EvictionTuple>;
+// (directory, bytes in memory)
+using FileTuple = std::optional<std::pair<std::string, std::uint64_t>>;
 using CountersTuple =
     std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
@@ -60,9 +62,15 @@ std::vector<RowColumn> row_columns(const ColumnTuples& columns) {
 std::unique_ptr<EmbeddingStore> make_store(std::int64_t dim, int data_type,
                                            std::int64_t state_floats, float state_init,
                                            std::uint64_t limit_bytes,
-                                           const std::vector<TableTuple>& tables) {
-  StoreConfig config{dim, static_cast<DataType>(data_type), state_floats, state_init, limit_bytes,
-                     {}};
+                                           const std::vector<TableTuple>& tables,
+                                           const FileTuple& file) {
+  StoreConfig config;
+  config.dim = dim;
+  config.data_type = static_cast<DataType>(data_type);
+  config.state_floats = state_floats;
+  config.state_init = state_init;
+  config.limit_bytes = limit_bytes;
+  if (file.has_value()) std::tie(config.file_directory, config.file_limit_bytes) = *file;
   for (const auto& [name, seed, init, quota, absent, admission, eviction] : tables) {
     TableConfig table{hash_name(name), seed, to_initializer(init), quota, {}, false, {}, {}};
     if (absent.has_value()) {
@@ -148,6 +156,12 @@ void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
       [](const EmbeddingStore& self, Address keys, Address tables, std::int64_t size,
          Address handles) {
         self.find(key_span(keys, tables, size), as_pointer<std::int64_t>(handles));
+      },
+      Unlocked());
+  store.def(
+      "warm",
+      [](const EmbeddingStore& self, Address keys, Address tables, std::int64_t size) {
+        self.warm(key_span(keys, tables, size));
       },
       Unlocked());
   store.def("clear", &EmbeddingStore::clear, Unlocked());
@@ -271,7 +285,7 @@ void bind_store(py::module_& module) {
   py::class_<RetrievalJournal>(module, "RetrievalJournal").def(py::init<>());
   py::class_<EmbeddingStore> store(module, "EmbeddingStore");
   store.def(py::init(&make_store), py::arg("dim"), py::arg("data_type"), py::arg("state_floats"),
-            py::arg("state_init"), py::arg("limit_bytes"), py::arg("tables"));
+            py::arg("state_init"), py::arg("limit_bytes"), py::arg("tables"), py::arg("file"));
   store.def_property_readonly("row_floats", &EmbeddingStore::row_floats);
   store.def_property_readonly("embedding_words", &EmbeddingStore::embedding_words);
   store.def("size", &EmbeddingStore::size, py::arg("table"), Unlocked());
@@ -302,9 +316,26 @@ void bind_store(py::module_& module) {
       [](const EmbeddingStore& self) {
         const StoreMemory memory = self.memory();
         return std::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes,
-                               memory.admission_bytes);
+                               memory.admission_bytes, memory.file_bytes);
       },
       Unlocked());
+  store.def(
+      "file_counters",
+      [](const EmbeddingStore& self) {
+        const RowFileCounters counters = self.file_counters();
+        return std::make_tuple(counters.file_bytes, counters.resident_pages, counters.limit_pages,
+                               counters.page_bytes, counters.read_pages, counters.written_pages,
+                               counters.dropped_pages);
+      },
+      Unlocked());
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const FileError& error) {
+      // OSError's own constructor makes PermissionError and others of it.
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code(), error.what()).ptr());
+    }
+  });
   bind_keys_of_store(store);
   bind_rows_of_store(store);
   bind_counts_of_store(store);

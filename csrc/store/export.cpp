@@ -66,7 +66,7 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
   if (std::find(handles, handles + size, -1) != handles + size) {
     throw std::out_of_range("store: there is no row to copy from for handle -1");
   }
-  parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+  const auto copy = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t j = begin; j < end; ++j) {
       if (j + kAhead < end) {
         const float* const later = row(handles[j + kAhead]);
@@ -78,6 +78,12 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
                     static_cast<std::size_t>(column.bytes));
       }
     }
+  };
+  const auto handle = [handles](std::int64_t j) { return handles[j]; };
+  in_portions(size, false, handle, [&](std::int64_t begin, std::int64_t end) {
+    parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
+      copy(begin + first, begin + last);
+    });
   });
 }
 

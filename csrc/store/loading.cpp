@@ -84,6 +84,7 @@ std::int64_t EmbeddingStore::load_columns(std::int64_t table, const std::int64_t
 bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* keys,
                               std::int64_t size, const MetadataSpan& metadata,
                               const std::function<void(std::int64_t, char*)>& assemble) {
+  check_process();
   const std::unique_lock<std::shared_mutex> lock = own_keys();
   Table& table = *tables_[static_cast<std::size_t>(table_number)];
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
@@ -119,7 +120,7 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
     withdraw();
     return false;
   }
-  parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+  const auto fill = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t j = begin; j < end; ++j) {
       const std::uint32_t to = number(j);
       assemble(j, reinterpret_cast<char*>(row(to)));
@@ -127,6 +128,12 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
                            static_cast<std::int32_t>(table_number), 0};
       *age(to) = age_of(metadata.last_used[j]);
     }
+  };
+  const auto handle = [&](std::int64_t j) { return std::int64_t{number(j)}; };
+  in_portions(size, true, handle, [&](std::int64_t begin, std::int64_t end) {
+    parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
+      fill(begin + first, begin + last);
+    });
   });
   for (std::int64_t j = 0; j < size; ++j)
     last_batch_ = std::max(last_batch_, metadata.last_used[j]);

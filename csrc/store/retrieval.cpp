@@ -352,7 +352,7 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
       __builtin_prefetch(row(number) + d, 1);
     }
   };
-  parallel_ranges(missing.count(), kKeysPerTask / 8, [&](std::int64_t begin, std::int64_t end) {
+  const auto write = [&](std::int64_t begin, std::int64_t end) {
     for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
       if (i + kRowsAhead < end) request_row(i + kRowsAhead);
       const std::uint32_t number = missing.rows[missing.first[i]];
@@ -367,6 +367,15 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
                                sum_of(before, missing.occurrences[i]), missing.table(i), 0};
       *age(number) = age_of(batch);
     }
+  };
+  const auto handle = [&](std::int64_t i) {
+    const std::uint32_t number = missing.rows[i];  // Of first ones; others have none.
+    return number == kNoRow ? std::int64_t{-1} : std::int64_t{number};
+  };
+  in_portions(missing.count(), true, handle, [&](std::int64_t begin, std::int64_t end) {
+    parallel_ranges(end - begin, kKeysPerTask / 8, [&](std::int64_t first, std::int64_t last) {
+      write(begin + first, begin + last);
+    });
   });
   for (std::uint32_t i = 0; i < missing.count(); ++i) {
     if (missing.first[i] != i) continue;

@@ -15,16 +15,29 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 256;
 constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
 
+// body(first, last) for ranges of [begin, end), on several threads.
 template <typename Body>
-void for_each_row(std::int64_t size, const Body& body) {
-  parallel_ranges(size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t j = begin; j < end; ++j) body(j, end);
+void for_ranges(std::int64_t begin, std::int64_t end, const Body& body) {
+  parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
+    body(begin + first, begin + last);
   });
+}
+
+template <typename Body>
+void for_each_row(std::int64_t begin, std::int64_t end, const Body& body) {
+  for_ranges(begin, end, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t j = first; j < last; ++j) body(j, last);
+  });
+}
+
+auto at(const std::int64_t* handles) {
+  return [handles](std::int64_t j) { return handles[j]; };
 }
 
 }  // namespace
 
 void EmbeddingStore::check_handles(const std::int64_t* handles, std::int64_t size) const {
+  check_process();
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
   for (std::int64_t j = 0; j < size; ++j) {
     if (handles[j] >= -1 && handles[j] < num_rows) continue;
@@ -76,7 +89,7 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
     throw std::out_of_range("store: gather to row " + std::to_string(to) + " of a buffer of " +
                             std::to_string(num_out));
   }
-  for_each_row(in.size, [&](std::int64_t j, std::int64_t end) {
+  const auto copy = [&](std::int64_t j, std::int64_t end) {
     if (j + kAhead < end && handles[j + kAhead] >= 0) __builtin_prefetch(row(handles[j + kAhead]));
     float* const to = out + (index == nullptr ? j : index[j]) * row_floats_;
     if (handles[j] >= 0) {
@@ -84,25 +97,29 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
     } else {
       absent_row(in.tables[j], in.keys[j], to);
     }
-  });
+  };
+  in_portions(in.size, false, at(handles),
+              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, copy); });
 }
 
 void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, const float* rows) {
   check_handles(handles, size);
   const auto bytes = static_cast<std::size_t>(embedding_words_ + state_floats_ + 1) * sizeof(float);
-  for_each_row(size, [&](std::int64_t j, std::int64_t end) {
+  const auto copy = [&](std::int64_t j, std::int64_t end) {
     if (j + kAhead < end && handles[j + kAhead] >= 0) {
       __builtin_prefetch(row(handles[j + kAhead]), 1);
     }
     if (handles[j] >= 0) std::memcpy(row(handles[j]), rows + j * row_floats_, bytes);
-  });
+  };
+  in_portions(size, true, at(handles),
+              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, copy); });
 }
 
 void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan& in,
                                      float* out) const {
   check_tables(in);
   check_handles(handles, in.size);
-  parallel_ranges(in.size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+  const auto unpack = [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> words(static_cast<std::size_t>(embedding_words_));
     for (std::int64_t j = begin; j < end; ++j) {
       if (j + kAhead < end && handles[j + kAhead] >= 0) {
@@ -116,15 +133,19 @@ void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan&
       }
       unpack_embedding(data_type_, from, dim_, out + j * dim_);
     }
-  });
+  };
+  in_portions(in.size, false, at(handles),
+              [&](std::int64_t begin, std::int64_t end) { for_ranges(begin, end, unpack); });
 }
 
 void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t size,
                                       const float* values) {
   check_handles(handles, size);
-  for_each_row(size, [&](std::int64_t j, std::int64_t) {
+  const auto pack = [&](std::int64_t j, std::int64_t) {
     if (handles[j] >= 0) pack_embedding(data_type_, values + j * dim_, dim_, row(handles[j]));
-  });
+  };
+  in_portions(size, true, at(handles),
+              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, pack); });
 }
 
 void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t size,

@@ -33,7 +33,11 @@ EmbeddingStore::EmbeddingStore(const StoreConfig& config)
       state_init_(config.state_init),
       row_floats_(floats_per_row(embedding_words_, config.state_floats)),
       memory_(config.limit_bytes),
-      slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_),
+      file_(config.file_directory.empty()
+                ? nullptr
+                : std::make_unique<RowFile>(config.file_directory, config.file_limit_bytes,
+                                            &memory_)),
+      slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_, file_.get()),
       records_(sizeof(Record), &memory_),
       ages_(sizeof(Age), &memory_),
       free_rows_(sizeof(std::uint32_t), &memory_) {
@@ -47,6 +51,7 @@ EmbeddingStore::EmbeddingStore(const StoreConfig& config)
 }
 
 void EmbeddingStore::check_tables(const KeySpan& in) const {
+  check_process();
   const auto num_tables = static_cast<std::uint32_t>(tables_.size());
   std::uint32_t highest = 0;
   for (std::int64_t j = 0; j < in.size; ++j) {
@@ -81,6 +86,18 @@ void EmbeddingStore::find(const KeySpan& in, std::int64_t* handles) const {
   check_tables(in);
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   search(in, handles);
+}
+
+void EmbeddingStore::warm(const KeySpan& in) const {
+  check_tables(in);
+  if (file_ == nullptr) return;
+  std::vector<std::int64_t> handles(static_cast<std::size_t>(in.size));
+  find(in, handles.data());
+  use_rows(0, in.size, false, [&](std::int64_t j) { return handles[j]; });
+}
+
+RowFileCounters EmbeddingStore::file_counters() const {
+  return file_ == nullptr ? RowFileCounters{} : file_->counters();
 }
 
 void EmbeddingStore::erase(const KeySpan& in, std::uint8_t* status) {
@@ -190,8 +207,9 @@ StoreMemory EmbeddingStore::memory() const {
     index_bytes += table->index.bytes();
     admission_bytes += table->counts.bytes();
   }
-  return {index_bytes, slabs_.bytes(), records_.bytes() + ages_.bytes() + free_rows_.bytes(),
-          admission_bytes};
+  const RowFileCounters file = file_counters();
+  return {index_bytes, slabs_.bytes() + file.resident_pages * file.page_bytes,
+          records_.bytes() + ages_.bytes() + free_rows_.bytes(), admission_bytes, file.file_bytes};
 }
 
 }  // namespace nestpipe

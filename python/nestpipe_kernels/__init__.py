@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
     from .pipeline.train_pipeline import NestedPipeline
-    from .store import EmbeddingStore
+    from .store import EmbeddingStore, FileTier
     from .types import UNBOUNDED, DataType, KeyStatus, PoolingType
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "EmbeddingStore",
+    "FileTier",
     "JaggedTensor",
     "KeyStatus",
     "KeyedJaggedTensor",
@@ -55,6 +56,7 @@ _HOMES = {
     "EmbeddingCollection": "nn",
     "EmbeddingConfig": "nn",
     "EmbeddingStore": "store",
+    "FileTier": "store",
     "JaggedTensor": "jagged",
     "KeyStatus": "types",
     "KeyedJaggedTensor": "jagged",

@@ -243,6 +243,8 @@ class RowStore(Protocol):
     """int64 [T], the name's hash that (table, key) hashing starts from."""
     table_seeds: Tensor
     """int64 [T], the tables' seeds, modulo 2^64."""
+    tier: Any
+    """A FileTier if rows lie in a file: then it pays to `warm` them; else None."""
 
     @property
     def last_batch(self) -> int:
@@ -257,6 +259,10 @@ class RowStore(Protocol):
 
     def evicted(self, retrieval: Retrieval) -> tuple[Tensor, Tensor]:
         """Keys int64 [m] and tables int32 [m] whose rows the retrieval removed, in a fixed order."""
+        ...
+
+    def warm(self, keys: Tensor, tables: Tensor) -> None:
+        """Ask for rows of keys that are not in memory, without waiting. Changes nothing; may run beside any call."""
         ...
 
     def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: Any) -> None:

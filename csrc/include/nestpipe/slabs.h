@@ -2,7 +2,7 @@
 //
 // Record r lies in slab k = floor(log2(r / first + 1)), where `first` is the first slab's number of
 // records, a power of two chosen so that it takes about 4 KB. The directory has a fixed size, so an
-// address may be computed while another thread adds slabs.
+// address may be computed while another thread adds slabs. Slabs lie in memory, or in a file.
 #pragma once
 
 #include <array>
@@ -10,30 +10,48 @@
 #include <cstdint>
 
 #include "nestpipe/memory.h"
+#include "nestpipe/row_file.h"
 
 namespace nestpipe {
 
 class Slabs {
  public:
-  Slabs(std::size_t bytes_per_record, MemoryAccount* account)
-      : bytes_per_record_(bytes_per_record), account_(account) {
+  Slabs(std::size_t bytes_per_record, MemoryAccount* account, RowFile* file = nullptr)
+      : bytes_per_record_(bytes_per_record), account_(account), file_(file) {
     while ((std::size_t{2} << first_log2_) * bytes_per_record <= kFirstSlabBytes) ++first_log2_;
   }
 
-  // Makes records 0 .. num_records - 1 exist. Throws std::bad_alloc; what exists stays.
+  // Makes records 0 .. num_records - 1 exist. Throws std::bad_alloc, FileError; what exists stays.
   void reserve(std::uint64_t num_records) {
     while (capacity() < num_records) {
-      Block slab(account_, (std::size_t{1} << (first_log2_ + num_slabs_)) * bytes_per_record_);
-      bytes_ += slab.bytes();
-      slabs_[num_slabs_++] = std::move(slab);
+      const std::size_t bytes = (std::size_t{1} << (first_log2_ + num_slabs_)) * bytes_per_record_;
+      if (file_ != nullptr) {
+        data_[num_slabs_] = file_->add_slab(bytes);
+      } else {
+        slabs_[num_slabs_] = Block(account_, bytes);
+        data_[num_slabs_] = static_cast<char*>(slabs_[num_slabs_].data());
+        bytes_ += slabs_[num_slabs_].bytes();
+      }
+      ++num_slabs_;
     }
+    if (file_ == nullptr || num_records == 0) return;
+    const RowFile::Range last = range(num_records - 1);
+    file_->allocate(last.slab, last.end);
   }
 
   void* at(std::uint64_t record) const {
     const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
     const int top = 63 - __builtin_clzll(shifted);
     const std::uint64_t within = shifted - (std::uint64_t{1} << top);
-    return static_cast<char*>(slabs_[top - first_log2_].data()) + within * bytes_per_record_;
+    return data_[top - first_log2_] + within * bytes_per_record_;
+  }
+
+  // Where a record lies.
+  RowFile::Range range(std::uint64_t record) const {
+    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
+    const int top = 63 - __builtin_clzll(shifted);
+    const std::size_t begin = (shifted - (std::uint64_t{1} << top)) * bytes_per_record_;
+    return {top - first_log2_, begin, begin + bytes_per_record_};
   }
 
   // How many records from this one on lie side by side; it must exist.
@@ -42,6 +60,7 @@ class Slabs {
     return (std::uint64_t{2} << (63 - __builtin_clzll(shifted))) - shifted;
   }
 
+  // Of memory.
   std::size_t bytes() const { return bytes_; }
 
  private:
@@ -51,11 +70,14 @@ class Slabs {
 
   std::size_t bytes_per_record_;
   MemoryAccount* account_;
+  RowFile* file_;
   int first_log2_ = 0;
   int num_slabs_ = 0;
   std::size_t bytes_ = 0;
-  std::array<Block, 34>
-      slabs_;  // 2^34 records of the first slab's size: more than 32-bit row numbers reach.
+  // 2^34 records of the first slab's size: more than 32-bit row numbers reach.
+  static constexpr int kMaxSlabs = 34;
+  std::array<char*, kMaxSlabs> data_{};
+  std::array<Block, kMaxSlabs> slabs_;
 };
 
 }  // namespace nestpipe

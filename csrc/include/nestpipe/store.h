@@ -15,6 +15,9 @@
 // a row is updated in input order, and values are functions of the key. All calls accept repeated
 // keys, except that rows written twice in one call must be equal.
 //
+// Rows may lie in a file of which only a part is in memory (row_file.h); index and records never
+// do.
+//
 // Concurrency. Calls that change which keys exist or their metadata exclude each other and wait for
 // searches; those that only read or write rows by handle take no lock and may run beside everything
 // else, as long as their handles stay valid and no two touch the same row. A call that throws has
@@ -27,6 +30,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -36,6 +40,7 @@
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
 #include "nestpipe/memory.h"
+#include "nestpipe/row_file.h"
 #include "nestpipe/row_storage.h"
 #include "nestpipe/slabs.h"
 
@@ -67,6 +72,8 @@ struct StoreConfig {
   std::int64_t state_floats = 0;
   float state_init = 0.0f;
   std::uint64_t limit_bytes = ~std::uint64_t{0};
+  std::string file_directory;          // Of a file for the rows; empty: they lie in memory.
+  std::uint64_t file_limit_bytes = 0;  // How much of the file stays in memory.
   std::vector<TableConfig> tables;
 };
 
@@ -126,6 +133,7 @@ struct StoreMemory {
   std::uint64_t slab_bytes;
   std::uint64_t metadata_bytes;
   std::uint64_t admission_bytes;
+  std::uint64_t file_bytes;  // On the disk.
 };
 
 // Floats of a row, padding included.
@@ -165,6 +173,11 @@ class EmbeddingStore {
   void reserve_keys(std::int64_t table, std::int64_t num_keys);
   // handles [n], -1 where absent.
   void find(const KeySpan& in, std::int64_t* handles) const;
+  // Keys whose rows are about to be read: those that have one and lie in a file, and not in memory,
+  // are asked for, without waiting. Changes nothing; may run beside everything else.
+  void warm(const KeySpan& in) const;
+  // All 0 where rows lie in memory.
+  RowFileCounters file_counters() const;
   // status [n]: kFound (now erased) or kAbsent.
   void erase(const KeySpan& in, std::uint8_t* status);
 
@@ -268,7 +281,35 @@ class EmbeddingStore {
   // Locks of keys_mutex_; a score function of this thread's retrieval must not wait for itself.
   std::shared_lock<std::shared_mutex> shared_keys() const;
   std::unique_lock<std::shared_mutex> own_keys() const;
+  // Rows handle(0), ... handle(size - 1) (-1: none) are about to be used: see RowFile::use.
+  template <typename HandleOf>
+  void use_rows(std::int64_t begin, std::int64_t end, bool writes, const HandleOf& handle) const {
+    file_->use(end - begin, writes, [&](std::int64_t i) {
+      const std::int64_t number = handle(begin + i);
+      if (number < 0) return RowFile::Range{-1, 0, 0};
+      return slabs_.range(static_cast<std::uint64_t>(number));
+    });
+  }
+  // body(begin, end) for all rows; where they lie in a file, for portions that fit into its memory,
+  // after use_rows.
+  template <typename HandleOf, typename Body>
+  void in_portions(std::int64_t size, bool writes, const HandleOf& handle, const Body& body) const {
+    if (file_ == nullptr) {
+      body(std::int64_t{0}, size);
+      return;
+    }
+    const std::int64_t most = file_->portion(static_cast<std::size_t>(row_floats_) * sizeof(float));
+    for (std::int64_t begin = 0; begin < size; begin += most) {
+      const std::int64_t end = size - begin < most ? size : begin + most;
+      use_rows(begin, end, writes, handle);
+      body(begin, end);
+    }
+  }
   static void check_shards(int first, int end);
+  // Throws in a forked child if rows lie in a file.
+  void check_process() const {
+    if (file_ != nullptr) file_->check_process();
+  }
   void check_tables(const KeySpan& in) const;
   void check_handles(const std::int64_t* handles, std::int64_t size) const;
   void make_embedding(const Initializer& init, std::int32_t table, std::int64_t key,
@@ -332,6 +373,7 @@ class EmbeddingStore {
   mutable std::shared_mutex keys_mutex_;
   MemoryAccount memory_;  // Before everything that allocates from it.
   std::vector<std::unique_ptr<Table>> tables_;
+  std::unique_ptr<RowFile> file_;  // Of slabs_, or none.
   Slabs slabs_;
   Slabs records_;
   Slabs ages_;

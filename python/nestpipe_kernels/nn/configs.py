@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestpipe_kernels.nn.policies import check_policies
 from nestpipe_kernels.policy import LFU, LRU, TTL, MinFrequency, Probability, Score
+from nestpipe_kernels.store import FileTier
 from nestpipe_kernels.types import UNBOUNDED, DataType, PoolingType, SparseOptimizer
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "TableConfig", "check_tables", "embedding_names"]
@@ -47,6 +48,8 @@ class TableConfig:
             only). Default: what its row would start from.
         stochastic_rounding: updates round to `data_type` up or down by chance, in proportion, so that small updates are
             not lost; the chance is a function of (seed, table, key, step, element). Not with FP32.
+        tier: a `FileTier`: the table's rows lie in a file, with only those used last in memory, for tables larger than
+            memory. Default: all in memory. Tables with different tiers live in different stores.
         lr_scale: multiplies the optimizer's learning rate for this table.
         trainable: False freezes the table: no gradients, no updates. Admission and eviction go on: a row that was
             loaded and evicted comes back with initial values, so leave eviction out where loaded values must stay.
@@ -70,6 +73,7 @@ class TableConfig:
     eviction: LRU | LFU | TTL | Score | None = field(default=None, kw_only=True)
     default_row: Any = field(default=None, kw_only=True)
     stochastic_rounding: bool = field(default=False, kw_only=True)
+    tier: FileTier | None = field(default=None, kw_only=True)
     lr_scale: float = field(default=1.0, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
     padding_idx: int | None = field(default=None, kw_only=True)
@@ -112,6 +116,8 @@ class TableConfig:
             raise ValueError(
                 f"{where}: stochastic_rounding needs data_type FP16 or BF16, got FP32, which the arithmetic is done in"
             )
+        if not isinstance(self.tier, FileTier | None):
+            raise TypeError(f"{where}: tier must be a FileTier or None, got {self.tier!r}")
         if not _is_integer(self.num_embeddings) or (self.num_embeddings < 1 and not self.is_open):
             raise ValueError(
                 f"{where}: num_embeddings must be an integer >= 1 or UNBOUNDED, got {self.num_embeddings!r}"

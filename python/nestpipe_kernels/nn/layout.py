@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nestpipe_kernels.nn.configs import TableConfig, embedding_names
+from nestpipe_kernels.store import FileTier
 from nestpipe_kernels.types import DataType, PoolingType, SparseOptimizer
 
 __all__ = ["Layout", "Segment", "StoreGroup", "make_layout"]
@@ -29,14 +30,15 @@ class Segment:
 
 @dataclass
 class StoreGroup:
-    """Tables that share a store: same dim, storage type, rounding, `trainable`, optimizer (but learning rates are per
-    table)."""
+    """Tables that share a store: same dim, storage type, rounding, tier, `trainable`, optimizer (but learning rates are
+    per table)."""
 
     dim: int
     data_type: DataType
     stochastic_rounding: bool
     optimizer: SparseOptimizer | None
     """None where the user's optimizer trains the tables through autograd."""
+    tier: FileTier | None = None
     tables: list[TableConfig] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     """In the collection's (table, feature) order: the order of occurrences in the store's list."""
@@ -74,7 +76,7 @@ def make_layout(tables: Sequence[TableConfig], optimizers: Sequence[SparseOptimi
         group = groups.setdefault(_group_key(config, optimizer), len(layout.stores))
         if group == len(layout.stores):
             layout.stores.append(
-                StoreGroup(config.embedding_dim, config.data_type, config.stochastic_rounding, optimizer)
+                StoreGroup(config.embedding_dim, config.data_type, config.stochastic_rounding, optimizer, config.tier)
             )
         store = layout.stores[group]
         layout.places[config.name] = (group, len(store.tables))
@@ -101,5 +103,5 @@ def _group_key(config: TableConfig, optimizer: SparseOptimizer | None) -> tuple[
     if optimizer is None:
         return (config.embedding_dim,)
     settings = tuple(sorted(optimizer.hyper().items()))
-    storage = (config.data_type, config.stochastic_rounding)
+    storage = (config.data_type, config.stochastic_rounding, config.tier)
     return (config.embedding_dim, storage, optimizer.name, settings, config.trainable)

@@ -59,7 +59,7 @@ def check_policies(config: TableConfig, where: str) -> None:
 
 def first_policy(config: TableConfig) -> str | None:
     """Name of a setting that only rows in stores can have; None if there is none."""
-    names = ("capacity", "capacity_bytes", "admission", "eviction", "default_row")
+    names = ("capacity", "capacity_bytes", "admission", "eviction", "default_row", "tier")
     return next((name for name in names if getattr(config, name) is not None), None)
 
 

@@ -18,7 +18,7 @@ from nestpipe_kernels.nn.policies import rows_within
 from nestpipe_kernels.nn.sharding import all_rows, owned_keys, rank_quota
 from nestpipe_kernels.nn.weights import read_embeddings, write_embeddings
 from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
-from nestpipe_kernels.store import EmbeddingStore
+from nestpipe_kernels.store import EmbeddingStore, FileTier
 from nestpipe_kernels.types import UNBOUNDED, TableSpec
 
 __all__ = ["SparseTables", "TableStore", "initial_weight"]
@@ -122,7 +122,7 @@ class SparseTables:
                 )
                 for config in group.tables
             ]
-            self.stores.append(_make_store(self._with_quotas(specs, group), group))
+            self.stores.append(_make_store(self._with_quotas(specs, group), group, group.tier))
         self.optimizer_group = SparseOptimizerGroup(
             (config.name, rule, config.lr_scale) for config, rule in layout.optimizers if rule is not None
         )
@@ -132,7 +132,7 @@ class SparseTables:
         """The tables with their quotas on this rank."""
         row_bytes = 0
         if any(config.capacity_bytes is not None for config in group.tables):
-            row_bytes = _make_store([TableSpec("row", UNBOUNDED, None, 0)], group).row_floats * 4
+            row_bytes = _make_store([TableSpec("row", UNBOUNDED, None, 0)], group, None).row_floats * 4
         capacities = [rows_within(config, row_bytes) for config in group.tables]
         return [
             replace(spec, capacity=rank_quota(capacity, self._process_group))
@@ -216,7 +216,7 @@ class SparseTables:
         return config
 
 
-def _make_store(specs: list[TableSpec], group: StoreGroup) -> EmbeddingStore:
+def _make_store(specs: list[TableSpec], group: StoreGroup, tier: FileTier | None) -> EmbeddingStore:
     assert group.optimizer is not None
     return EmbeddingStore(
         tables=specs,
@@ -224,6 +224,7 @@ def _make_store(specs: list[TableSpec], group: StoreGroup) -> EmbeddingStore:
         optimizer=group.optimizer,
         data_type=group.data_type,
         stochastic_rounding=group.stochastic_rounding,
+        tier=tier,
     )
 
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .embedding_store import EmbeddingStore, RowMetadata
+from .file_tier import FileTier
 
-__all__ = ["EmbeddingStore", "RowMetadata"]
+__all__ = ["EmbeddingStore", "FileTier", "RowMetadata"]

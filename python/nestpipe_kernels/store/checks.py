@@ -13,6 +13,7 @@ __all__ = [
     "check_batch",
     "check_bounds",
     "check_counts",
+    "check_keys",
     "check_spec",
     "check_storage",
     "check_tensor",
@@ -58,6 +59,12 @@ def check_tensor(operation: str, name: str, tensor: Tensor, dtype: torch.dtype, 
         f"{operation}: {name} must be a contiguous CPU tensor of {_short(dtype)} [{wanted}], "
         f"got {_short(tensor.dtype)} {list(found)} on {tensor.device}, {layout}"
     )
+
+
+def check_keys(operation: str, keys: Tensor, tables: Tensor) -> None:
+    """Raises TypeError or ValueError for anything but keys int64 [n] and tables int32 [n]."""
+    check_tensor(operation, "keys", keys, torch.int64, (None,))
+    check_tensor(operation, "tables", tables, torch.int32, (keys.numel(),))
 
 
 def check_bounds(operation: str, keys: Tensor, spec: TableSpec) -> None:

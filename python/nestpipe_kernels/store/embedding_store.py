@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._native import core
 from ..errors import StoreFullError
-from ..init import Initializer, Uniform
+from ..init import Initializer
 from ..ops.row_storage import embedding_words, pack_embeddings, unpack_embeddings
 from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec
-from .checks import check_batch, check_bounds, check_counts, check_spec, check_storage, check_tensor, key_vector
+from .checks import check_batch, check_bounds, check_counts, check_keys, check_storage, check_tensor, key_vector
 from .counts import counts_of, load_counts
+from .file_tier import FileTier, warn_if_in_memory
 from .given_values import GivenValues
 from .gradients import apply_gradients
-from .policies import check_policies, has_policy, native_admission, native_eviction, rows_in_bytes, score_caller
+from .policies import has_policy, rows_in_bytes, score_caller
+from .row_transfer import RowMetadata, RowTransfer
+from .settings import SEED_MASK, int32_tensor, int64_tensor, native_table, with_default_init, words
 
 __all__ = ["EmbeddingStore", "RowMetadata"]
 
 INT64 = torch.int64
 INT32 = torch.int32
 FLOAT32 = torch.float32
-SEED_MASK = (1 << 64) - 1
 COUNTERS = ("inserted", "evicted", "expired", "refused", "not_admitted")
 MAX_DIM = 1 << 28
 """A row's bytes, state included, stay far from overflow."""
-
-
-@dataclass
-class RowMetadata:
-    """What a store knows about rows beside their values."""
-
-    last_used: Tensor
-    """int64 [n], index of the last batch that retrieved the key; -1: none, or no row."""
-    frequency: Tensor
-    """int64 [n], occurrences retrieved so far; 0 without a row."""
 
 
 @dataclass
@@ -51,7 +42,7 @@ class _Journal:
     """Erasing calls of the store before the retrieval; undo is refused after another."""
 
 
-class EmbeddingStore:
+class EmbeddingStore(RowTransfer):
     """Rows of tables with the same dim, storage type and optimizer, in native memory; satisfies `types.RowStore`.
 
     Rows never move and results do not depend on the number of threads. Calls that insert, erase or change metadata
@@ -72,9 +63,12 @@ class EmbeddingStore:
         memory_limit: bytes the store may allocate, None for as many as there are.
         data_type: storage type of the embeddings; what goes in and out is float32 whatever it is.
         stochastic_rounding: updates round to `data_type` stochastically instead of to nearest; not with FP32.
+        tier: rows lie in a file there, with a part of them in memory; None: all in memory. Then whatever inserts rows
+            also raises OSError where the file cannot grow (the disk is full): nothing has changed.
 
     Raises:
         TypeError, ValueError: settings that no store can have; the message names table and field.
+        OSError: the tier's directory is not there, or no file can be made in it.
     """
 
     def __init__(
@@ -95,6 +89,7 @@ class EmbeddingStore:
         memory_limit: int | None = None,
         data_type: DataType = DataType.FP32,
         stochastic_rounding: bool = False,
+        tier: FileTier | None = None,
     ) -> None:
         if (tables is None) == (name is None):
             raise ValueError("store: give either tables, or name (num_embeddings, init, seed, capacity) of one table")
@@ -106,6 +101,8 @@ class EmbeddingStore:
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
             raise ValueError(f"store: dim must be an integer in [1, {MAX_DIM}], got {dim!r}")
         check_storage(data_type, stochastic_rounding)
+        if not isinstance(tier, FileTier | None):
+            raise TypeError(f"store: tier must be a FileTier or None, got {tier!r}")
         if tables is None:
             assert name is not None
             if capacity_bytes is not None:
@@ -116,7 +113,7 @@ class EmbeddingStore:
                     name, num_embeddings, init, seed, capacity, admission=admission, eviction=eviction, default=default
                 )
             ]
-        self.tables: Sequence[TableSpec] = tuple(_with_default_init(spec, dim) for spec in tables)
+        self.tables: Sequence[TableSpec] = tuple(with_default_init(spec, dim) for spec in tables)
         self._table_index = {spec.name: t for t, spec in enumerate(self.tables)}
         if not self.tables or len(self._table_index) != len(self.tables):
             raise ValueError(f"store: table names must be distinct, got {[spec.name for spec in self.tables]}")
@@ -132,15 +129,19 @@ class EmbeddingStore:
             state_floats=self.state_floats,
             state_init=float(state_init()) if state_init is not None else 0.0,
             limit_bytes=SEED_MASK if memory_limit is None else memory_limit,
-            tables=[_native_table(spec) for spec in self.tables],
+            tables=[native_table(spec) for spec in self.tables],
+            file=None if tier is None else (tier.directory, tier.memory_bytes),
         )
+        self.tier = tier
+        if tier is not None:
+            warn_if_in_memory(tier)
         self.row_floats: int = self._native.row_floats
         self.embedding_words: int = self._native.embedding_words
         self._given = GivenValues(self.tables, dim)
         self._removals = 0
         self._score = score_caller(self.tables)
-        self.table_hashes = _words([core().hash_name(spec.name) for spec in self.tables])
-        self.table_seeds = _words([spec.seed & SEED_MASK for spec in self.tables])
+        self.table_hashes = words([core().hash_name(spec.name) for spec in self.tables])
+        self.table_seeds = words([spec.seed & SEED_MASK for spec in self.tables])
 
     # ------------------------------------------------------------------------------------------- protocol RowStore
 
@@ -166,7 +167,7 @@ class EmbeddingStore:
             TypeError, ValueError: counts or batch out of range, or the result of a score function or of an init.Custom
                 function; nothing has changed. What these functions raise is passed on.
         """
-        self._check_keys("retrieve", keys, tables)
+        check_keys("retrieve", keys, tables)
         check_batch(batch)
         size = keys.numel()
         if counts is not None:
@@ -212,15 +213,26 @@ class EmbeddingStore:
             ValueError: their rows are free, and they are forgotten.
         """
         keys, tables = self._native.evicted(retrieval.journal.native)
-        gone = sorted(zip(_int32_tensor(tables).tolist(), _int64_tensor(keys).tolist()))
+        gone = sorted(zip(int32_tensor(tables).tolist(), int64_tensor(keys).tolist()))
         return torch.tensor([key for _, key in gone], dtype=INT64), torch.tensor([t for t, _ in gone], dtype=INT32)
 
     def find_handles(self, keys: Tensor, tables: Tensor) -> Tensor:
         """int64 [n] handles, -1 where absent. Changes nothing; repetitions are fine."""
-        self._check_keys("find_handles", keys, tables)
+        check_keys("find_handles", keys, tables)
         handles = torch.empty(keys.numel(), dtype=INT64)
         self._native.find(keys.data_ptr(), tables.data_ptr(), keys.numel(), handles.data_ptr())
         return handles
+
+    def warm(self, keys: Tensor, tables: Tensor) -> None:
+        """Ask the disk for the rows that keys int64 [n] (tables int32 [n]) have, without waiting or copying.
+
+        Rows in memory become the last ones to leave it. Without a tier it does nothing. Changes no key, row or
+        metadata; may run beside any other call.
+        """
+        if self.tier is None:
+            return
+        check_keys("warm", keys, tables)
+        self._native.warm(keys.data_ptr(), tables.data_ptr(), keys.numel())
 
     def gather(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor, index: Tensor | None) -> None:
         """Row index[j] (or j) of `out` float32 [m, row_floats] = the row of handles[j].
@@ -231,7 +243,7 @@ class EmbeddingStore:
         Raises:
             IndexError: a handle that was never given out, or an index outside `out`.
         """
-        self._check_keys("gather", keys, tables)
+        check_keys("gather", keys, tables)
         check_tensor("gather", "handles", handles, INT64, (keys.numel(),))
         check_tensor("gather", "out", out, FLOAT32, (None, self.row_floats))
         if index is not None:
@@ -261,7 +273,7 @@ class EmbeddingStore:
 
     def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
         """float32 [n, dim], a copy; the default row's (see `gather`), rounded as stored, where the handle is -1."""
-        self._check_keys("read_embeddings", keys, tables)
+        check_keys("read_embeddings", keys, tables)
         check_tensor("read_embeddings", "handles", handles, INT64, (keys.numel(),))
         given = self._given.absent(keys, tables, handles)
         out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
@@ -303,7 +315,7 @@ class EmbeddingStore:
 
         Rows in limbo become free: earlier retrievals can no longer be undone.
         """
-        self._check_keys("erase_keys", keys, tables)
+        check_keys("erase_keys", keys, tables)
         self._removals += 1
         status = torch.empty(keys.numel(), dtype=torch.uint8)
         self._native.erase(keys.data_ptr(), tables.data_ptr(), keys.numel(), status.data_ptr())
@@ -316,112 +328,6 @@ class EmbeddingStore:
             self._native.clear()
         else:
             self._native.clear_table(self._table(table))
-
-    def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: RowMetadata) -> None:
-        """Insert keys with rows and metadata as they are, without asking the tables' rules: for checkpoints.
-
-        Keys that are there get the new row and metadata. Earlier retrievals can no longer be undone.
-
-        Args:
-            keys: int64 [n], distinct for each table. tables: int32 [n]. rows: float32 [n, row_floats].
-
-        Raises:
-            StoreFullError: a table's capacity does not hold them. MemoryError: memory gave out. Nothing has changed.
-        """
-        self._check_keys("load_rows", keys, tables)
-        size = keys.numel()
-        check_tensor("load_rows", "rows", rows, FLOAT32, (size, self.row_floats))
-        check_tensor("load_rows", "last_used", metadata.last_used, INT64, (size,))
-        check_tensor("load_rows", "frequency", metadata.frequency, INT64, (size,))
-        refused = self._native.load_rows(
-            keys.data_ptr(),
-            tables.data_ptr(),
-            size,
-            rows.data_ptr(),
-            metadata.last_used.data_ptr(),
-            metadata.frequency.data_ptr(),
-        )
-        if refused >= 0:
-            self._refuse("load_rows", self.tables[int(tables[refused])], int(keys[refused]), refused)
-
-    def load_columns(
-        self, keys: Tensor, table: str | int | None, columns: Sequence[tuple[int, Tensor]], metadata: RowMetadata
-    ) -> None:
-        """`load_rows` for keys of one table, with rows given by columns, which saves a copy of them.
-
-        Args:
-            keys: int64 [n], distinct.
-            columns: (offset, part): part [n, ...] goes to the bytes of the rows from `offset` on. What no column
-                holds is zero.
-
-        Raises:
-            As `load_rows`. IndexError: bytes outside of a row. Nothing has changed.
-        """
-        check_tensor("load_columns", "keys", keys, INT64, (None,))
-        size = keys.numel()
-        check_tensor("load_columns", "last_used", metadata.last_used, INT64, (size,))
-        check_tensor("load_columns", "frequency", metadata.frequency, INT64, (size,))
-        index, parts = self._table(table), _column_addresses("load_columns", columns, size)
-        if size == 0:
-            return
-        refused = self._native.load_columns(
-            index, keys.data_ptr(), size, parts, metadata.last_used.data_ptr(), metadata.frequency.data_ptr()
-        )
-        if refused >= 0:
-            self._refuse("load_columns", self.tables[index], int(keys[refused]), refused)
-
-    def reserve_keys(self, table: str | int | None, count: int) -> None:
-        """Make a table's index long enough for about `count` keys at once. Raises MemoryError; nothing has changed."""
-        self._native.reserve_keys(self._table(table), count)
-
-    def _refuse(self, operation: str, spec: TableSpec, key: int, position: int) -> NoReturn:
-        raise StoreFullError(
-            f"{operation}: table {spec.name!r} has {self.size(spec.name)} rows and room for {spec.capacity}: key "
-            f"{key} at position {position} does not fit; nothing was inserted: raise its capacity"
-        )
-
-    def export_table(self, table: str | int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and handles of a table, int64 [size] each, by ascending handle."""
-        keys, handles = self._native.export_table(self._table(table))
-        return _int64_tensor(keys), _int64_tensor(handles)
-
-    def shard_sizes(self, table: str | int | None = None) -> Tensor:
-        """int64 [256]: keys of a table in each shard of its index."""
-        sizes = torch.empty(256, dtype=INT64)
-        self._native.shard_sizes(self._table(table), sizes.data_ptr())
-        return sizes
-
-    def export_shards(self, table: str | int | None, first: int, end: int, size: int) -> tuple[Tensor, Tensor]:
-        """Keys and handles of index shards first .. end - 1, int64 [n] each, by (shard, key).
-
-        The order depends on the keys alone, not on how they came into the table.
-
-        Args:
-            size: how many there are at most, from `shard_sizes`.
-
-        Raises:
-            ValueError: there are more. IndexError: no such shards.
-        """
-        keys, handles = torch.empty(size, dtype=INT64), torch.empty(size, dtype=INT64)
-        out = (keys.data_ptr(), handles.data_ptr())
-        count = self._native.export_shards(self._table(table), first, end, size, out)
-        return keys[:count], handles[:count]
-
-    def copy_columns(self, handles: Tensor, columns: Sequence[tuple[int, Tensor]]) -> None:
-        """Parts of rows, each into a tensor of its own.
-
-        Args:
-            handles: int64 [n], none of them -1.
-            columns: (offset, out): the bytes of a row from `offset` on go to out [n, ...], as many as an entry has.
-
-        Raises:
-            IndexError: a handle without a row, or bytes outside of a row.
-        """
-        check_tensor("copy_columns", "handles", handles, INT64, (None,))
-        size = handles.numel()
-        parts = _column_addresses("copy_columns", columns, size)
-        if size:
-            self._native.copy_columns(handles.data_ptr(), size, parts)
 
     # ------------------------------------------------------------------------------------------- a table by itself
 
@@ -522,10 +428,6 @@ class EmbeddingStore:
         """int64 [size]: the keys that have rows, by ascending handle."""
         return self.export_table(table)[0]
 
-    def size(self, table: str | int | None = None) -> int:
-        """Rows of a table."""
-        return int(self._native.size(self._table(table)))
-
     def __len__(self) -> int:
         return sum(self.size(spec.name) for spec in self.tables)
 
@@ -581,9 +483,20 @@ class EmbeddingStore:
         load_counts(self._native, index, self.tables[index], self.table_hashes[index : index + 1], state, owned)
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission"."""
-        index, slabs, metadata, admission = self._native.memory()
-        return {"index": index, "slabs": slabs, "metadata": metadata, "admission": admission}
+        """Bytes allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission"; "file".
+
+        With a tier "file" bytes of the disk hold the rows, and "slabs" is what of them is in memory.
+        """
+        index, slabs, metadata, admission, file = self._native.memory()
+        return {"index": index, "slabs": slabs, "metadata": metadata, "admission": admission, "file": file}
+
+    def tier_counters(self) -> dict[str, int]:
+        """Pages of a tier's file, all 0 without one: "resident" in memory now, and the "limit" they are kept to; since
+        the store was made "read" (asked for), "written" and "dropped" to make room. "page_bytes" is the size of one.
+        """
+        _, resident, limit, page_bytes, read, written, dropped = self._native.file_counters()
+        pages = {"resident": resident, "limit": limit, "read": read, "written": written, "dropped": dropped}
+        return {**pages, "page_bytes": page_bytes}
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
@@ -607,61 +520,3 @@ class EmbeddingStore:
         if not self._given.has_start:
             return None
         return self._given.start(keys, tables, self.find_handles(keys, tables) < 0)
-
-    @staticmethod
-    def _check_keys(operation: str, keys: Tensor, tables: Tensor) -> None:
-        check_tensor(operation, "keys", keys, INT64, (None,))
-        check_tensor(operation, "tables", tables, INT32, (keys.numel(),))
-
-
-def _column_addresses(operation: str, columns: Sequence[tuple[int, Tensor]], size: int) -> list[tuple[int, int, int]]:
-    """(offset in the row, bytes, address) of parts [size, ...] of rows."""
-    parts = []
-    for offset, part in columns:
-        check_tensor(
-            operation,
-            "out" if operation == "copy_columns" else "column",
-            part,
-            part.dtype,
-            (size, *[None] * (part.dim() - 1)),
-        )
-        parts.append((offset, part.nbytes // max(1, size), part.data_ptr()))
-    return parts
-
-
-def _with_default_init(spec: TableSpec, dim: int) -> TableSpec:
-    check_spec(spec)
-    check_policies(spec)
-    if spec.init is not None:
-        if not hasattr(spec.init, "kind") or not hasattr(spec.init, "parameters"):
-            raise TypeError(
-                f"store: init of table {spec.name!r} must be a Zeros, Constant, Uniform, Normal, "
-                f"TruncatedNormal or Custom of nestpipe_kernels.init, got {spec.init!r}"
-            )
-        return spec
-    bound = 1.0 / math.sqrt(dim) if spec.num_embeddings == UNBOUNDED else math.sqrt(1.0 / spec.num_embeddings)
-    return replace(spec, init=Uniform(-bound, bound))
-
-
-def _native_table(spec: TableSpec) -> tuple[Any, ...]:
-    quota = -1 if spec.capacity is None else spec.capacity
-    default = None if spec.default is None else _native_init(spec.default)
-    rules = native_admission(spec), native_eviction(spec)
-    return (spec.name, spec.seed & SEED_MASK, _native_init(spec.init), quota, default, *rules)
-
-
-def _native_init(init: Initializer) -> tuple[int, tuple[float, ...]]:
-    return init.kind, init.parameters
-
-
-def _int32_tensor(data: bytearray) -> Tensor:
-    return torch.frombuffer(data, dtype=INT32) if data else torch.empty(0, dtype=INT32)
-
-
-def _words(values: list[int]) -> Tensor:
-    """int64 [n] with the bits of numbers in [0, 2^64)."""
-    return torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=INT64)
-
-
-def _int64_tensor(data: bytearray) -> Tensor:
-    return torch.frombuffer(data, dtype=INT64) if data else torch.empty(0, dtype=INT64)
