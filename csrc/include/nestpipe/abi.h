@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 7;
+constexpr int kAbiVersion = 8;
 
 }  // namespace nestpipe
