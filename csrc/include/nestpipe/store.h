@@ -72,9 +72,9 @@ struct StoreConfig {
   std::int64_t state_floats = 0;
   float state_init = 0.0f;
   std::uint64_t limit_bytes = ~std::uint64_t{0};
-  std::string file_directory;          // Of a file for the rows; empty: they lie in memory.
-  std::uint64_t file_limit_bytes = 0;  // How much of the file stays in memory.
   std::vector<TableConfig> tables;
+  std::string file_directory = {};     // Of a file for the rows; empty: they lie in memory.
+  std::uint64_t file_limit_bytes = 0;  // How much of the file stays in memory.
 };
 
 struct KeySpan {

@@ -15,13 +15,40 @@ from ..types import KeyStatus, Retrieval, RowStore
 from .routing import merge_sources
 from .state import BatchState, OwnerKeys, RankState, RowHook
 
-__all__ = ["find", "gather_all", "gather_fresh", "retrieve", "sync", "undo_retrieval", "write_back"]
+__all__ = [
+    "find",
+    "gather_all",
+    "gather_fresh",
+    "retrieve",
+    "retrieve_merged",
+    "sync",
+    "undo_retrieval",
+    "warm",
+    "write_back",
+]
 
 
 def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
     """Merge the sources' keys and find or insert their rows. Repeatable after `undo_retrieval`."""
     if not batch.owner:
         merge_sources(rank, batch)
+    retrieve_merged(rank, batch, micro)
+
+
+def warm(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Merge the sources' keys, and ask the disk for rows of those that stores keep in files. Changes no store.
+
+    It may run beside any retrieval: a row that is inserted or evicted meanwhile is asked for in vain, or not asked for.
+    """
+    merge_sources(rank, batch)
+    with batch.guard(rank.communicator.rank, "warm"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            if binding.store.tier is not None:
+                binding.store.warm(owner.keys, owner.tables)
+
+
+def retrieve_merged(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Find or insert the rows of keys that are merged."""
     with batch.guard(rank.communicator.rank, "retrieve"):
         for binding, owner in zip(rank.bindings, batch.owner):
             owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.clock)
