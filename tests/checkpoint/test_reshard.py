@@ -99,8 +99,8 @@ def test_state_of_single_ranks(tmp_path, capsys) -> None:
     ]
     manifest = Manifest.load(tmp_path / "out")
     for tree in manifest.ranks:
-        assert tree["generators"] == {} and tree["loader"]["in_flight"] is False
-        assert tree["loader"]["state"]["sample"] == 640 and "before_draw" not in tree["loader"]
+        assert tree["generators"] == {} and tree["loader"]["in_flight"] == []
+        assert tree["loader"]["state"]["sample"] == 640 and "before" not in tree["loader"]
     with open_tensor_file(tmp_path / "out" / "g00000001-r00002.safetensors") as file:
         assert set(file.regions) == {"loader.order", "buffers.mean"}
         assert file.read("buffers.mean").tolist() == [[0.5, 1.5]]

@@ -113,7 +113,7 @@ def test_a_loop_left_by_break_starts_afresh_with_the_next_loader(schedule):
                 break
         list(pipeline.run(OTHER))
         assert state_of(pipeline) == expected
-        assert not pipeline._parked, "the batch drawn for the left loop is kept for nobody"
+        assert not pipeline._drawn.parked, "batches drawn for the left loop are kept for nobody"
 
 
 @pytest.mark.parametrize("schedule", EXACT)

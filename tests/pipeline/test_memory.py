@@ -44,7 +44,7 @@ def live_tensors() -> int:
 def count(pipeline: NestedPipeline) -> dict[str, Any]:
     """What must not grow. Reference cycles count too: nothing is collected here."""
     scheduler, communicator = pipeline._scheduler, pipeline.rank.communicator
-    pending = pipeline._pending
+    drawn = list(pipeline._drawn.batches)
     return {
         "tensors": live_tensors(),
         "store bytes": [binding.store.memory() for binding in pipeline.rank.bindings],
@@ -52,10 +52,10 @@ def count(pipeline: NestedPipeline) -> dict[str, Any]:
         "buffers": [[tuple(b.shape) for b in binding.buffers] for binding in pipeline.rank.bindings],
         "events": len(scheduler._events),
         "queued": sum(len(lane._queue) for lane in scheduler.lanes.values()),
-        "handles": len(pending.handles) if pending is not None else 0,
+        "handles": [len(batch.handles) for batch in drawn],
         "exchanges": len(communicator._world.pending()),
-        "chain": pending is not None and pending.previous is not None and pending.previous.previous is not None,
-        "parked": len(pipeline._parked),
+        "chain": any(batch.previous is not None and batch.previous.previous is not None for batch in drawn),
+        "parked": len(pipeline._drawn.parked),
     }
 
 

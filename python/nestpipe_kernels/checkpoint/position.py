@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CheckpointError
-from ..pipeline.position import NOTHING_UNDER_WAY, has_state, loader_record
+from ..pipeline.position import NOTHING_UNDER_WAY, batches_in_flight, has_state, loader_record
 from .generators import check_random
 
 __all__ = ["UNKNOWN", "choose_record", "describe", "record_without_pipeline"]
@@ -29,7 +29,7 @@ def record_without_pipeline(loader: Any) -> dict[str, Any]:
             f"checkpoint: without a pipeline only a loader with state_dict() and load_state_dict() can be saved, got "
             f"{type(loader).__name__}; leave loader out, or train through a pipeline"
         )
-    return {**loader_record(loader), "in_flight": False}
+    return {**loader_record(loader), "in_flight": []}
 
 
 def choose_record(
@@ -80,7 +80,7 @@ def _for_any_world(records: Sequence[Any], world_size: int) -> dict[str, Any]:
         return dict(records[0])
     for record in records:
         if record["kind"] == "state" and record["any_world_size"]:
-            return {**record, "in_flight": False}
+            return {**record, "in_flight": []}
     held = next((r["class"] for r in records if "class" in r), "a loader that had ended")
     ranks = f"{len(records)} rank{'s' * (len(records) > 1)}"
     raise CheckpointError(
@@ -118,15 +118,18 @@ def _check(record: Any, path: str) -> None:
         wrong = "state and class"
     if kind == "state" and not isinstance(record.get("any_world_size"), bool):
         wrong = "any_world_size"
-    digest = record.get("fingerprint")
-    if not (digest is None or isinstance(digest, str)) or not isinstance(record.get("in_flight", False), bool):
-        wrong = "fingerprint and in_flight"
+    if not isinstance(record.get("in_flight", []), bool | list) or not all(map(_is_draw, batches_in_flight(record))):
+        wrong = "in_flight (a list of before_draw and fingerprint)"
     if wrong is not None:
         raise CheckpointError(f"checkpoint: {path}: a position of kind {kind!r} must have {wrong}")
     if kind == "count":
         check_random(record.get("before"), f"{path}.before")
-    if record.get("in_flight") and kind != "exhausted":
-        check_random(record.get("before_draw"), f"{path}.before_draw")
+    for number, draw in enumerate(batches_in_flight(record)):
+        check_random(draw.get("before_draw"), f"{path}.in_flight[{number}].before_draw")
+
+
+def _is_draw(draw: Any) -> bool:
+    return isinstance(draw, dict) and (draw.get("fingerprint") is None or isinstance(draw["fingerprint"], str))
 
 
 def _is_count(value: Any) -> bool:

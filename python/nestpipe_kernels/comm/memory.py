@@ -25,7 +25,7 @@ from nestpipe_kernels.errors import CommunicationError
 __all__ = ["InMemoryCommunicator", "InMemoryGroup", "InMemoryHandle", "InMemoryWorld"]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Post:
     send: Tensor
     offsets: list[int]
@@ -33,7 +33,7 @@ class _Post:
     is_copy: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class _Exchange:
     posts: dict[int, _Post] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)

@@ -1,9 +1,10 @@
 """Where training stands in its data: what a checkpoint needs so that the next batch is the one that would have come.
 
-Before each `next()` the loader's position and the states of all random generators are noted. The batch drawn ahead
-counts as not consumed: a checkpoint holds the note from before it was drawn. After a load that batch is drawn again
-from those states, then the generators go back to where they were when the checkpoint was made, since the model has
-drawn from them in between. A digest of the batch tells whether it is the same.
+Before each `next()` the loader's position and the states of all random generators are noted. Batches drawn ahead count
+as not consumed: a checkpoint holds the position from before the first of them was drawn, and the generators' states
+from before each. After a load every one is drawn again from its states, then the generators go back to where they were
+when the checkpoint was made, since the model has drawn from them in between. A digest of each batch tells whether it is
+the same.
 
 A loader's position is its `state_dict()` where it has that and `load_state_dict()`; else the number of batches it gave,
 and the generators from before `iter()`: loading restores them, calls `iter()` and drops that many batches.
@@ -12,7 +13,7 @@ and the generators from before `iter()`: loading restores them, calls `iter()` a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from ..stages.state import BatchState, Failure, Source
 from .fingerprint import fingerprint
 from .random_state import RandomState, capture_random, loader_generators, restore_random
 
-__all__ = ["NOTHING_UNDER_WAY", "Origin", "Position", "has_state"]
+__all__ = ["NOTHING_UNDER_WAY", "Origin", "Position", "batches_in_flight", "has_state"]
 
 NOTHING_UNDER_WAY: dict[str, Any] = {"kind": "none"}
 
@@ -36,21 +37,30 @@ def has_state(loader: Any) -> bool:
 
 
 @dataclass
+class InFlight:
+    """A batch that had been drawn ahead."""
+
+    before_draw: RandomState
+    """States from before it was drawn."""
+    digest: str | None
+    """Its fingerprint."""
+
+
+@dataclass
 class Redo:
-    """What comes before and after the first `next()` on a loader after a checkpoint was loaded."""
+    """What comes before and after the first `next()`s on a loader after a checkpoint was loaded."""
 
     skip: int
     """Batches to draw and drop first, ..."""
     skip_from: RandomState | None
     """... with the generators in these states."""
-    draw_from: RandomState | None
-    """States from before the batch that was under way was drawn."""
-    digest: str | None
-    """That batch's fingerprint."""
+    draws: list[InFlight]
+    """Batches to draw again, in this order."""
     after: RandomState
     """States when the checkpoint was made."""
     all_after: bool
     """Go back to `after`, not to the states of this moment: the caller has called iter() since the load."""
+    begun: bool = False
 
 
 @dataclass
@@ -62,8 +72,6 @@ class Origin:
     """Generator states from before iter(loader), or from before the first next() where that is not known."""
     calls: int = 0
     """Batches handed out (or errors raised) so far."""
-    record: dict[str, Any] | None = None
-    """The position from before the latest next()."""
     reused: bool = False
     """iter() found a torch DataLoader's workers of the epoch before, and so drew fewer random numbers."""
     exhausted: bool = False
@@ -231,28 +239,35 @@ class Position:
         origin: Origin = source.position
         source.exhausted = source.exhausted or origin.exhausted
         own = self.generators(origin.loader) if origin.loader is not None else self._own
-        redo, origin.redo = origin.redo, None
-        now = self._prepare(redo, source, own) if redo is not None and origin.failure is None else None
+        again: InFlight | None = None
+        if origin.redo is not None and origin.failure is None:
+            redo = origin.redo
+            now = self._begin(redo, source, own) if not redo.begun else capture_random(own)
+            again = redo.draws.pop(0) if redo.draws and origin.failure is None else None
+            restore_random(again.before_draw if again is not None else now, own)
+            if not redo.draws:
+                origin.redo = None
         if origin.failure is not None:
             batch.failure = Failure(rank, "prefetch", f"CheckpointError: {origin.failure}", origin.failure)
             ended, source.exhausted = source.exhausted, True  # nothing is drawn
             yield
             source.exhausted = ended
             return
-        origin.record = self._note(source, own)
+        batch.position = self._note(source, own)
         yield
         origin.calls += 1
-        if redo is not None and now is not None and redo.draw_from is not None:
+        if again is not None:
             restore_random(now, own)
-            self._compare(redo, origin, batch, rank)
+            self._compare(again.digest, origin, batch, rank)
 
-    def _prepare(self, redo: Redo, source: Source, own: Mapping[str, torch.Generator]) -> RandomState:
-        """Draw and drop what was consumed; then the states from before the batch that was under way.
+    def _begin(self, redo: Redo, source: Source, own: Mapping[str, torch.Generator]) -> RandomState:
+        """Draw and drop what was consumed.
 
         Returns:
-            The states to go on with after that batch.
+            The states to go on with after a batch that is drawn again.
         """
         origin: Origin = source.position
+        redo.begun = True
         now = replace(redo.after) if redo.all_after else capture_random(own)
         now.own = {**now.own, **{n: s for n, s in redo.after.own.items() if n.startswith("loader")}}
         if redo.skip_from is not None:
@@ -261,17 +276,15 @@ class Position:
             try:
                 next(source.iterator)
             except StopIteration:
-                restore_random(now, own)
                 origin.failure = CheckpointError(
                     f"checkpoint: {redo.skip} batches of the epoch had been consumed, but the loader ended after "
                     f"{done}: it is another one or has other data; load(..., start_epoch=True) starts it from the "
                     "beginning"
                 )
-                return now
+                break
             except Exception:  # it raised then, too, and the batch counted as consumed
                 pass
             origin.calls += 1
-        restore_random(redo.draw_from if redo.draw_from is not None else now, own)
         return now
 
     def _note(self, source: Source, own: Mapping[str, torch.Generator]) -> dict[str, Any]:
@@ -297,11 +310,8 @@ class Position:
         }
 
     @staticmethod
-    def _compare(redo: Redo, origin: Origin, batch: BatchState, rank: int) -> None:
-        if redo.draw_from is None or batch.failure is not None:
-            return
-        got = fingerprint(batch.raw) if batch.has_batch and batch.raw is not None else None
-        if got != redo.digest:
+    def _compare(digest: str | None, origin: Origin, batch: BatchState, rank: int) -> None:
+        if batch.failure is None and _digest(batch) != digest:
             origin.failure = CheckpointError(
                 f"checkpoint: the loader ({_name(origin.loader)}) does not give the batch that was to come next: its "
                 "data, order, batch size or random numbers are not those of the saved run. Use the same loader with "
@@ -312,11 +322,11 @@ class Position:
 
     # ----------------------------------------------------------------------------------------- saving, loading
 
-    def save(self, pending: BatchState | None, loader: Any) -> dict[str, Any]:
+    def save(self, pending: Sequence[BatchState], loader: Any) -> dict[str, Any]:
         """{"loader": position, "generators": states now} of this rank; changes nothing.
 
         Args:
-            pending: the batch drawn ahead from `current`, if there is one.
+            pending: the batches drawn ahead from `current`.
             loader: what the caller says it trains from, or None.
 
         Raises:
@@ -341,12 +351,14 @@ class Position:
                 )
         if origin.failure is not None:
             raise origin.failure
-        if pending is None:
-            record = {**self._where(self.current), "in_flight": False}
-        else:
-            assert origin.record is not None
-            digest = fingerprint(pending.raw) if pending.has_batch and pending.raw is not None else None
-            record = {**origin.record, "in_flight": True, "fingerprint": digest}
+        record = (pending[0].position if pending else None) or self._where(self.current)
+        in_flight = []
+        for batch in pending:
+            if batch.position is None or batch.position["kind"] == "exhausted":
+                break  # nothing was drawn
+            in_flight.append({"before_draw": batch.position["before_draw"], "fingerprint": _digest(batch)})
+        record = {**record, "in_flight": in_flight}
+        record.pop("before_draw", None)
         return {
             "loader": _without_states(record),
             "generators": capture_random(self.generators(origin.loader)).tree(),
@@ -422,28 +434,41 @@ def load_loader_state(loader: Any, record: Mapping[str, Any]) -> None:
 
 def _redo(record: Mapping[str, Any], after: RandomState, opened: RandomState | None, *, all_after: bool) -> Redo:
     counted = record["kind"] == "count"
-    in_flight = bool(record.get("in_flight"))
-    return Redo(
-        skip=record["consumed"] if counted else 0,
-        skip_from=opened if counted else None,
-        draw_from=record["before_draw"] if in_flight else None,
-        digest=record.get("fingerprint"),
-        after=after,
-        all_after=all_after,
-    )
+    draws = [InFlight(each["before_draw"], each["fingerprint"]) for each in record.get("in_flight", [])]
+    return Redo(record["consumed"] if counted else 0, opened if counted else None, draws, after, all_after)
 
 
-_STATES = ("before", "before_draw")
-"""Fields of a record that are states of generators."""
+def _digest(batch: BatchState) -> str | None:
+    return fingerprint(batch.raw) if batch.has_batch and batch.raw is not None else None
 
 
 def _without_states(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.tree() if isinstance(value, RandomState) else value for key, value in record.items()}
+    """For checkpoints: states of generators as trees."""
+    found: dict[str, Any] = {k: v.tree() if isinstance(v, RandomState) else v for k, v in record.items()}
+    if "in_flight" in found:
+        found["in_flight"] = [_without_states(each) for each in found["in_flight"]]
+    return found
 
 
 def _with_states(record: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: record[key] for key in _STATES if record.get(key) is not None}
-    return {**record, **{key: RandomState.from_tree(value) for key, value in known.items()}}
+    """What `_without_states` made, or an earlier version, which knew one batch in flight."""
+    found = {key: value for key, value in record.items() if key not in ("before_draw", "fingerprint")}
+    if found.get("before") is not None:
+        found["before"] = RandomState.from_tree(found["before"])
+    if "in_flight" in found:
+        found["in_flight"] = [
+            {"before_draw": RandomState.from_tree(each["before_draw"]), "fingerprint": each.get("fingerprint")}
+            for each in batches_in_flight(record)
+        ]
+    return found
+
+
+def batches_in_flight(record: Mapping[str, Any]) -> list[Any]:
+    """The notes of a saved position about batches that had been drawn ahead; of one batch in an older form, too."""
+    in_flight = record.get("in_flight", [])
+    if isinstance(in_flight, bool):
+        return [record] if in_flight and record.get("kind") != "exhausted" else []
+    return list(in_flight)
 
 
 def _loaders_only(own: Mapping[str, torch.Generator]) -> dict[str, torch.Generator]:

@@ -9,9 +9,9 @@ purpose starts in the same order everywhere.
 Plans. Which nodes a batch has, on which lanes, in which order and after which others never changes, so it is worked out
 once for each graph; a step makes one event for each node and one queue entry for each background node, lane by lane.
 
-Which nodes are submitted when. "Ahead" nodes (retrieval, and sync) of batch t + 1 are submitted once batch t + 1 has
-been drawn, if the schedule prefetches; "window" nodes of batch t when `progress()` for t begins, before the ahead
-nodes of t + 1, so that no lane sees sync(t + 1) before update(t).
+Which nodes are submitted when. "Routing" nodes of a batch are submitted once it has been drawn, if the schedule
+prefetches; "window" nodes of batch t when `progress()` for t begins; "retrieval" nodes (and sync) of batch t + 1 after
+those, so that no lane sees sync(t + 1) before update(t).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from .graph import Graph, Node, Stage, Unrolled
 
 __all__ = ["LaneScheduler", "check_lanes"]
 
-_AHEAD = ("prefetch", "route", "route_keys", "retrieve", "gather", "sync")
+_ROUTING = ("prefetch", "route", "route_keys")
+_RETRIEVAL = ("retrieve", "gather", "sync")
 _HORIZON = 3
 
 
@@ -104,8 +105,9 @@ class LaneScheduler:
         self.timeout_s = timeout_s
         unrolled = Unrolled(graph, 2 * _HORIZON, micro_batches)
         self._plan = {(p.stage.name, p.micro): p for p in _planned(unrolled, _HORIZON)}
-        self._ahead = self._by_lane(lambda stage: stage.name in _AHEAD)
-        self._window = self._by_lane(lambda stage: stage.name not in _AHEAD)
+        self._routing = self._by_lane(lambda stage: stage.name in _ROUTING)
+        self._retrieval = self._by_lane(lambda stage: stage.name in _RETRIEVAL)
+        self._window = self._by_lane(lambda stage: stage.name not in (*_ROUTING, *_RETRIEVAL))
         names = sorted({s.lane for s in graph.stages} - {"caller"})
         self.lanes = {name: create_lane(device, name, timeline) for name in names}
         # A scheduler that is dropped without close() must not leave its threads behind.
@@ -158,9 +160,13 @@ class LaneScheduler:
 
     # ------------------------------------------------------------------------------------------ background
 
-    def start_ahead(self, batch: BatchState) -> None:
-        """Queue retrieval (and sync) of a batch that has been drawn."""
-        self._submit(batch, self._ahead)
+    def start_routing(self, batch: BatchState) -> None:
+        """Queue the exchange of keys of a batch that has been drawn."""
+        self._submit(batch, self._routing)
+
+    def start_retrieval(self, batch: BatchState) -> None:
+        """Queue retrieval (and sync) of a batch."""
+        self._submit(batch, self._retrieval)
 
     def start_window(self, batch: BatchState) -> None:
         """Queue the rest of a batch."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
 
-__all__ = ["EVALUATION", "SCHEDULES", "Schedule", "build_graph", "evaluation_graph"]
+__all__ = ["AHEAD", "EVALUATION", "SCHEDULES", "Schedule", "build_graph", "evaluation_graph"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ SCHEDULES = {
     "async": Schedule(prefetch=True, overlap=True, stale=True),
 }
 EVALUATION = "evaluate"
+AHEAD = 2
+"""Batches that have been drawn, in every schedule, beyond the one that is trained."""
 
 
 def _each(resource: str, *, writes: bool = False, region: Region = Region.ALL) -> Access:
@@ -47,9 +49,9 @@ def _retrieval_stages(schedule: Schedule) -> list[Stage]:
     stages = [
         Stage("prefetch", "prefetch", "caller", "other", accesses=(
             write("loader"), write("random"), _each("batch", writes=True)), cost=Cost("loader", "samples")),
-        Stage("route", "route", "retrieval", "lookup", posts=("keys.sizes",), accesses=(
+        Stage("route", "route", "routing", "lookup", posts=("keys.sizes",), accesses=(
             _each("batch"), _each("plan", writes=True)), cost=Cost("cpu", "occurrences")),
-        Stage("route_keys", "route_keys", "retrieval", "lookup", lands=("keys.sizes",), posts=("keys.keys",), accesses=(
+        Stage("route_keys", "route_keys", "routing", "lookup", lands=("keys.sizes",), posts=("keys.keys",), accesses=(
             _each("plan"), _each("key_sizes", writes=True)), cost=Cost("network", "key_bytes")),
         Stage("retrieve", "retrieve", "retrieval", "lookup", lands=("keys.keys",), accesses=(
             _each("key_sizes"), _each("owner_plan", writes=True), write("store.index"),
@@ -156,8 +158,8 @@ def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
         Edge("send_rows", "forward_backward", "the rows", micro=Micro.EACH, across=True),
         Edge("forward_backward", "send_grads", "the gradients", micro=Micro.EACH),
         Edge("send_grads", "recv_grads", "the gradients", micro=Micro.EACH, across=True),
-        Edge("prefetch", "forward_backward", "random generators", -1, Micro.FIRST),
-        Edge("forward_backward", "prefetch", "random generators", 2, Micro.LAST),
+        Edge("prefetch", "forward_backward", "random generators", -AHEAD, Micro.FIRST),
+        Edge("forward_backward", "prefetch", "random generators", AHEAD + 1, Micro.LAST),
         Edge("dense_step", "begin", "dense parameters; the step's number", 1),
         Edge("begin", "forward_backward", "dense gradients are cleared", micro=Micro.FIRST),
         Edge("forward_backward", "dense_scatter", "dense gradients", micro=Micro.LAST),

@@ -21,12 +21,13 @@ from ..config import PipelineConfig, default_threads, launched_ranks
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.eager import eager_context
 from ..stages.registry import run_stage
-from ..stages.retrieval import gather_all, retrieve, undo_retrieval
-from ..stages.state import BatchState, Failure, RankState, RowHook, Source, bind_stores
+from ..stages.retrieval import undo_retrieval
+from ..stages.state import BatchState, Failure, RankState, RowHook, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
 from .dense import check_optimizer, dense_parameters
+from .drawn import DrawnBatches, copy_drawn
 from .graph import Graph, Unrolled
 from .model_call import call_model
 from .position import Position
@@ -92,7 +93,6 @@ class NestedPipeline:
                 )
         communicator = _shared_communicator(modules).with_timeout(config.timeout_s)
         _warn_if_alone(communicator)
-        self._schedule = SCHEDULES[config.schedule]
         graph = _valid_graph(config.schedule, config.row_transfer)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
@@ -127,16 +127,13 @@ class NestedPipeline:
             graph, self.rank, config.num_micro_batches, self.timeline, config.timeout_s + 30.0
         )
         self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
-        self._next_index = 0
         self._statistics = running_statistics(model)
         self._trained = clock
         """Batches that counted so far since the stores were made: what the next one's rows note as `last_used`."""
         self._evaluated = 0
-        self._pending: BatchState | None = None
-        self._needs_retrieval = False
-        self._source: Source | None = None
-        self._parked: dict[int, Source] = {}
         self._position = Position(model)
+        prefetch = SCHEDULES[config.schedule].prefetch
+        self._drawn = DrawnBatches(self.rank, self._scheduler, self._position, prefetch, config.timeout_s)
         self._loss_fn = loss_fn
         self._inside = False
         self._closed = False
@@ -155,8 +152,8 @@ class NestedPipeline:
     def run(self, loader: Iterable[Any]) -> Iterator[Step]:
         """Every batch of `loader`, one Step each, until no rank has a batch.
 
-        Left early (by break, or an error), the batch drawn ahead is dropped with the loader's iterator. Pass an
-        iterator to keep it: a later `run` or `progress` with the same iterator goes on with that batch.
+        Left early (by break, or an error), the batches drawn ahead are dropped with the loader's iterator. Pass an
+        iterator to keep them: a later `run` or `progress` with the same iterator goes on with them.
         """
         iterator, loads = self._position.open(loader, self.model.training), self._loads
         try:
@@ -173,9 +170,7 @@ class NestedPipeline:
                 yield step
         finally:
             if iterator is not loader:  # nobody else has it
-                self._parked.pop(id(iterator), None)
-                if self._source is not None and self._source.iterator is iterator:
-                    self._source.abandoned = True
+                self._drawn.abandon(iterator)
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train (or, in eval mode, evaluate) the next batch and return the model's output.
@@ -238,20 +233,15 @@ class NestedPipeline:
         try:
             if self._broken is None:
                 self._pause()
+                self._drawn.land()
         finally:
             self._closed = True
             if self._scheduler.close(wait_s=self.config.timeout_s if self._broken is None else 1.0):
-                self._forget_pending()
+                self._drawn.undo_retrieval()
             for module in self.rank.modules.values():
                 module.before_outside_access = None
                 context = eager_context(module)
                 context.step_count = max(context.step_count, self.rank.step_count)
-
-    def _forget_pending(self) -> None:
-        batch = self._pending
-        if batch is not None and batch.owner and not self._needs_retrieval and self._schedule.prefetch:
-            undo_retrieval(self.rank, batch)
-            self._needs_retrieval = True
 
     def __enter__(self) -> NestedPipeline:
         return self
@@ -305,80 +295,18 @@ class NestedPipeline:
         finally:
             self._inside = False
 
-    def _new_batch(self, clock: int) -> BatchState:
-        index = self._next_index
-        self._next_index += 1
-        return BatchState(index, f"t{index}", clock, timeout_s=self.config.timeout_s)
-
-    def _select(self, iterator: Iterator[Any]) -> None:
-        """Make `iterator` the one that batches are drawn from; the former keeps what was drawn from it."""
-        if self._source is not None and self._source.iterator is iterator:
-            return
-        self._pause()
-        self._park()
-        source = self._parked.pop(id(iterator), None) or self._new_source(iterator, training=True)
-        self._source = self.rank.source = source
-        self._position.select(source)
-        drawn, source.drawn = source.drawn, None
-        if drawn is not None:
-            self._pending = self._again(drawn)
-
-    def _new_source(self, iterator: Iterator[Any], training: bool) -> Source:
-        return Source(iterator, position=self._position.adopt(iterator, training))
-
-    def _park(self) -> None:
-        """Keep the batch that was drawn ahead, as it was drawn, for when its iterator comes back."""
-        source = self._source
-        if source is None:
-            return
-        if not source.abandoned:
-            source.drawn = self._pending
-            self._parked[id(source.iterator)] = source
-        if self._pending is not None:
-            self._next_index = self._pending.index
-        self._pending, self._needs_retrieval, self._source = None, False, None
-        self._scheduler.reset(self._next_index)
-
-    def _again(self, drawn: BatchState) -> BatchState:
-        """A fresh state for a batch that was drawn before; its keys are routed anew."""
-        batch = self._new_batch(self._trained)
-        _copy_drawn(drawn, batch)
-        self._scheduler.mark_done("prefetch", batch)
-        if self._schedule.prefetch:
-            self._scheduler.start_ahead(batch)
-        return batch
-
-    def _draw(self, clock: int, during: int | None = None) -> BatchState:
-        batch = self._new_batch(clock)
-        assert self._source is not None
-        with self._position.drawing(self._source, batch, self.rank.communicator.rank):
-            self._scheduler.run_caller("prefetch", batch, report_as=during)
-        return batch
-
     def _train(self, iterator: Iterator[Any]) -> Step:
-        self._select(iterator)
-        scheduler = self._scheduler
-        if self._pending is None:
-            self._pending = self._draw(self._trained)
-            if self._schedule.prefetch:
-                scheduler.start_ahead(self._pending)
-        batch = self._pending
-        if self._needs_retrieval:
-            self._needs_retrieval = False
-            retrieve(self.rank, batch, 0)
-            gather_all(self.rank, batch, 0)
-        if not self._schedule.prefetch:
-            scheduler.start_ahead(batch)
+        scheduler, drawn = self._scheduler, self._drawn
+        if drawn.source is None or drawn.source.iterator is not iterator:
+            self._pause()
+            drawn.switch_to(iterator)
+        batch = drawn.first(self._trained)
         scheduler.start_window(batch)
         scheduler.wait_for("route_keys", batch)
         if batch.ended:
             self._finish_epoch(batch)
             raise StopIteration
-        following = self._draw(batch.clock + (not batch.skipped), during=batch.index)
-        if self._schedule.prefetch:
-            following.previous = batch
-            scheduler.start_ahead(following)
-        self._pending = following
+        drawn.take_first()
         batch.statistics = [buffer.clone() for buffer in self._statistics]
         scheduler.run_caller("begin", batch)
         for micro in range(self.config.num_micro_batches):
@@ -391,6 +319,7 @@ class NestedPipeline:
 
     def _finish_epoch(self, batch: BatchState) -> None:
         """No rank has samples: run the remaining nodes (they do nothing), compare notes, and start over."""
+        self._drawn.finish()
         self._scheduler.abandon(batch)
         own: Failure | None = None
         try:
@@ -404,10 +333,8 @@ class NestedPipeline:
             raise CommunicationError(
                 f"rank {others.rank} failed in {others.stage} of the epoch: {others.message}; its last update is lost"
             )
-        self._next_index = batch.index
-        self._pending = self._source = self.rank.source = None
+        self._drawn.clear()
         self._position.finished()
-        self._scheduler.reset(self._next_index)
 
     def _result(self, batch: BatchState) -> Step:
         failure = batch.failure or batch.remote
@@ -443,8 +370,6 @@ class NestedPipeline:
         undo_retrieval(self.rank, batch)
         for buffer, before in zip(self._statistics, batch.statistics):
             buffer.copy_(before)
-        if self._pending is not None:
-            self._pending.clock = batch.clock
 
     def _before_outside_access(self) -> None:
         if self._inside or threading.get_ident() == self._hook_thread:
@@ -463,7 +388,7 @@ class NestedPipeline:
         if self._closed or self._broken is not None:
             return
         self._scheduler.drain()
-        self._forget_pending()
+        self._drawn.undo_retrieval()
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -503,13 +428,10 @@ class NestedPipeline:
         Raises:
             CheckpointError: `loader` is not the one that the pipeline draws from.
         """
-        source, pending = self._position.current, self._pending
-        if source is not None and source is not self._source:
-            pending = source.drawn
         return {
             "step_count": self.rank.step_count,
             "trained": self._trained,
-            **self._position.save(pending if source is not None else None, loader),
+            **self._position.save(self._drawn.of_current(), loader),
         }
 
     def import_position(
@@ -526,12 +448,8 @@ class NestedPipeline:
             CheckpointError: the loader refuses its state.
         """
         self.settle()
-        if self._pending is not None:
-            self._next_index = self._pending.index
-        self._pending, self._needs_retrieval = None, False
-        self._source = self.rank.source = None
-        self._parked.clear()
-        self._scheduler.reset(self._next_index)
+        self._drawn.clear()
+        self._drawn.parked.clear()
         self.rank.step_count, self._trained = step_count, trained
         self._loads += 1
         self._position.load(record, generators, loader)
@@ -541,16 +459,14 @@ class NestedPipeline:
     def _evaluate(self, iterator: Iterator[Any]) -> Step:
         """One batch forward, without gradients, inserts or metadata; exact about who has a batch, like training."""
         self._pause()
-        if self._source is not None and self._source.iterator is iterator:
-            self._park()
-        source = self._parked.pop(id(iterator), None) or self._new_source(iterator, training=False)
+        source = self._drawn.lend(iterator)
         batch = BatchState(
             self._evaluated, f"e{self._evaluated}", self._trained, training=False, timeout_s=self.config.timeout_s
         )
         self._evaluated += 1
-        drawn, source.drawn = source.drawn, None
+        drawn = source.drawn.pop(0) if source.drawn else None
         if drawn is not None:
-            _copy_drawn(drawn, batch)
+            copy_drawn(drawn, batch)
         self.rank.source = source
         try:
             for node in self._evaluation.nodes:
@@ -561,11 +477,10 @@ class NestedPipeline:
                     with self._position.drawing(source, batch, self.rank.communicator.rank):
                         run_stage(stage.function, self.rank, batch, node.micro)
         finally:
-            self.rank.source = self._source
+            self.rank.source = self._drawn.source
         if batch.ended:
             raise StopIteration
-        if source.exhausted or source is self._position.current:
-            self._parked[id(iterator)] = source
+        self._drawn.back(source)
         failure = batch.failure or batch.remote
         if failure is not None:
             raise self._as_error(failure, batch)
@@ -591,13 +506,6 @@ class _BatchFailed(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _copy_drawn(drawn: BatchState, batch: BatchState) -> None:
-    """What `prefetch` had found, for a batch that is routed again."""
-    batch.raw, batch.size, batch.has_batch, batch.inputs = drawn.raw, drawn.size, drawn.has_batch, drawn.inputs
-    if drawn.failure is not None and drawn.failure.stage == "prefetch":
-        batch.failure = drawn.failure
 
 
 @functools.cache

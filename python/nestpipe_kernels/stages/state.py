@@ -86,7 +86,7 @@ class Source:
 
     iterator: Iterator[Any]
     exhausted: bool = False
-    drawn: BatchState | None = None
+    drawn: list[BatchState] = field(default_factory=list)
     """Parked while batches of another iterator run."""
     abandoned: bool = False
     """Nobody else has the iterator any more: what was drawn is dropped instead of parked."""
@@ -259,6 +259,8 @@ class BatchState:
     plans: list[StorePlan] = field(default_factory=list)
     owner: list[OwnerKeys] = field(default_factory=list)
     previous: BatchState | None = None
+    position: dict[str, Any] | None = None
+    """What the pipeline noted before it was drawn."""
     key_sizes: list[list[int]] = field(default_factory=list)
     """[W][num_stores] lengths of the lists that each source announced."""
     losses: list[tuple[float, Tensor]] = field(default_factory=list)

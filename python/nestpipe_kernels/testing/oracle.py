@@ -91,9 +91,11 @@ class Oracle:
     ) -> None:
         """Train `batches` steps. `draw(rank)` is the next batch or None; `parts(t, rank, batch)` its N (size,
         micro-batch)."""
-        ahead = [draw(r) for r in range(len(self.models))]
+        drawn = [[draw(r) for r in range(len(self.models))]]
         for t in range(batches):
-            now, ahead = ahead, [draw(r) for r in range(len(self.models))]
+            while len(drawn) < t + 3:  # two batches are drawn beyond the one that is trained
+                drawn.append([draw(r) for r in range(len(self.models))])
+            now = drawn[t]
             micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(now)]
             self.rows.retrieve(self._uses([m for rank in micros for m in rank]), t)
             self._train(micros)

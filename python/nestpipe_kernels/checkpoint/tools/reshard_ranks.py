@@ -17,8 +17,8 @@ __all__ = ["reshard_ranks"]
 
 _AT_ONCE = 4 << 20
 _GENERATORS, _LOADER = "generators", "loader"
-_OF_ONE_DRAW = ("before", "before_draw")
-"""Fields of a loader's position: generators of the old rank."""
+_OF_ONE_RANK = ("before", "before_draw", "fingerprint")
+"""Fields of a loader's position: generators of the old rank, and a batch of it."""
 
 
 def reshard_ranks(
@@ -78,9 +78,9 @@ def _position(manifest: Manifest) -> tuple[dict[str, Any], int, list[str]]:
         return (known[0] if known else {}), 0, []
     for rank, record in enumerate(records):
         if isinstance(record, dict) and record.get("kind") == "state" and record.get("any_world_size") is True:
-            shared = {name: value for name, value in record.items() if name not in _OF_ONE_DRAW}
+            shared = {name: value for name, value in record.items() if name not in _OF_ONE_RANK}
             note = f"kept: the position of the loader ({record.get('class')}), which serves any number of ranks"
-            return {**shared, "in_flight": False}, rank, [note]
+            return {**shared, "in_flight": []}, rank, [note]
     held = next((record["class"] for record in known if "class" in record), "a loader that had ended")
     note = (
         f"dropped: the position of the loader ({held}), which holds for {count(manifest.world_size, 'rank')} only; "
