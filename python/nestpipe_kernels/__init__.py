@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import PipelineConfig
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from .pipeline.counters import StepCounters
     from .pipeline.train_pipeline import NestedPipeline
     from .store import EmbeddingStore, FileTier
     from .types import UNBOUNDED, DataType, KeyStatus, PoolingType
@@ -36,6 +37,7 @@ __all__ = [
     "NestedPipeline",
     "PipelineConfig",
     "PoolingType",
+    "StepCounters",
     "__version__",
     "checkpoint",
     "errors",
@@ -64,6 +66,7 @@ _HOMES = {
     "NestedPipeline": "pipeline.train_pipeline",
     "PipelineConfig": "config",
     "PoolingType": "types",
+    "StepCounters": "pipeline.counters",
 }
 _SUBMODULES = ("checkpoint", "errors", "init", "jagged", "nn", "optim", "policy")
 

@@ -265,6 +265,10 @@ class RowStore(Protocol):
         """Ask for rows of keys that are not in memory, without waiting. Changes nothing; may run beside any call."""
         ...
 
+    def size(self, table: str | int | None = None) -> int:
+        """Rows of a table (name, or index in `tables`)."""
+        ...
+
     def load_rows(self, keys: Tensor, tables: Tensor, rows: Tensor, metadata: Any) -> None:
         """Insert distinct keys with rows float32 [n, row_floats] and metadata (`last_used`, `frequency`: int64 [n]).
 

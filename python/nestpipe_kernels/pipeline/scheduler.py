@@ -26,6 +26,7 @@ from functools import partial
 
 from ..device import Event, Item, ThreadLane, create_lane
 from ..errors import GraphError
+from ..stages.counting import profiler_range
 from ..stages.registry import run_stage
 from ..stages.state import BatchState, RankState
 from ..trace import COMPUTE_LANE, Timeline
@@ -116,6 +117,8 @@ class LaneScheduler:
         self._events: dict[int, list[Event]] = {}
         """Of every batch that something may wait for, in the order of slots."""
         self._floor = 0
+        self.spent_ns: dict[tuple[str, bool], int] = {}
+        """Time of the caller's thread by (kind of stage, waited for it), since whoever reads it cleared it."""
 
     def _by_lane(self, chosen: Callable[[Stage], bool]) -> list[tuple[str, list[_Planned]]]:
         """The chosen background nodes of each lane in the order in which it gets them."""
@@ -205,7 +208,8 @@ class LaneScheduler:
             handle = batch.handles.get((purpose, micro))
             if handle is not None:
                 start = time.perf_counter_ns()
-                handle.wait(batch.timeout_s)
+                with profiler_range(f"wait {purpose}"):
+                    handle.wait(batch.timeout_s)
                 self._record(f"wait {purpose}", shown, planned.shown_micro, start, "communication", True)
         start = time.perf_counter_ns()
         run_stage(stage.function, self.rank, batch, micro)
@@ -241,11 +245,14 @@ class LaneScheduler:
 
     def _wait(self, event: Event, name: str, batch: int, micro: int | None) -> None:
         start = time.perf_counter_ns()
-        event.wait(self.timeout_s)
+        with profiler_range(f"wait {name}"):
+            event.wait(self.timeout_s)
         self._record(f"wait {name}", batch, micro, start, self.graph.by_name[name].kind, True)
 
     def _record(self, name: str, batch: int, micro: int | None, start: int, kind: str, exposed: bool) -> None:
-        self.timeline.record(COMPUTE_LANE, name, batch, micro, start, time.perf_counter_ns(), kind, exposed)
+        end = time.perf_counter_ns()
+        self.spent_ns[kind, exposed] = self.spent_ns.get((kind, exposed), 0) + end - start
+        self.timeline.record(COMPUTE_LANE, name, batch, micro, start, end, kind, exposed)
 
     def abandon(self, batch: BatchState) -> None:
         """After the last batch: what only the caller, or a batch that will not come, could have done counts as done."""

@@ -26,6 +26,7 @@ from ..stages.state import BatchState, Failure, RankState, RowHook, bind_stores
 from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
+from .counters import StepCallback, StepReports
 from .dense import check_optimizer, dense_parameters
 from .drawn import DrawnBatches, copy_drawn
 from .graph import Graph, Unrolled
@@ -138,6 +139,7 @@ class NestedPipeline:
         self._inside = False
         self._closed = False
         self._hook_thread: int | None = None
+        self._reports = StepReports(self.rank)
         self._broken: BaseException | None = None
         self._loads = 0
         """Checkpoints loaded so far."""
@@ -201,6 +203,17 @@ class NestedPipeline:
         batch that is undone removes nothing. Otherwise as `add_write_back_hook`.
         """
         self.rank.on_eviction.append(self._hook(callback))
+
+    def add_step_callback(self, callback: StepCallback) -> None:
+        """Call `callback(counters)` after every training step that counts, with this rank's StepCounters.
+
+        It runs on the thread that calls `progress()`, between steps, before `progress()` returns; what it raises comes
+        out of there, and the pipeline can go on. Add it before training: batches that are under way are not reported.
+
+        Raises:
+            TypeError: `callback` cannot be called.
+        """
+        self._reports.add(callback)
 
     def _hook(self, callback: RowHook) -> RowHook:
         def call(step: int, table: str, keys: Tensor) -> None:
@@ -283,7 +296,8 @@ class NestedPipeline:
                         "model.eval() to evaluate"
                     )
                 )
-            return self._train(iterator)
+            self._reports.begin(self._scheduler.spent_ns)
+            step = self._train(iterator)
         except (StopIteration, NonFiniteGradientError, RemoteRankError, _BatchFailed) as error:
             if isinstance(error, _BatchFailed):
                 raise error.error from None
@@ -294,6 +308,8 @@ class NestedPipeline:
             raise
         finally:
             self._inside = False
+        self._reports.tell()
+        return step
 
     def _train(self, iterator: Iterator[Any]) -> Step:
         scheduler, drawn = self._scheduler, self._drawn
@@ -315,7 +331,9 @@ class NestedPipeline:
         scheduler.run_caller("dense_step", batch)
         batch.previous = None  # nothing reads it any more; kept, each batch would keep all before it
         scheduler.forget_before(batch.index - 2)
-        return self._result(batch)
+        step = self._result(batch)
+        self._reports.collect(batch, self._scheduler.spent_ns)
+        return step
 
     def _finish_epoch(self, batch: BatchState) -> None:
         """No rank has samples: run the remaining nodes (they do nothing), compare notes, and start over."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from . import commit, retrieval, routing, window
+from .counting import profiler_range
 from .state import BatchState, RankState
 
 __all__ = ["STAGE_FUNCTIONS", "run_stage"]
@@ -58,9 +59,10 @@ def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> 
         board.begin(shown, batch.clock, micro)
     begin = time.perf_counter()
     try:
-        STAGE_FUNCTIONS[function](rank, batch, micro)
-        if rank.hold is not None:
-            rank.hold(function, batch, micro, begin)
+        with profiler_range(shown):
+            STAGE_FUNCTIONS[function](rank, batch, micro)
+            if rank.hold is not None:
+                rank.hold(function, batch, micro, begin)
     except BaseException as error:
         rank.report_failure(shown, batch.clock, error)
         raise

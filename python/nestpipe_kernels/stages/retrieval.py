@@ -12,6 +12,7 @@ from ..errors import StoreFullError
 from ..ops.intersect import intersect
 from ..ops.row_sync import row_sync
 from ..types import KeyStatus, Retrieval, RowStore
+from .counting import count_retrieval
 from .routing import merge_sources
 from .state import BatchState, OwnerKeys, RankState, RowHook
 
@@ -53,6 +54,8 @@ def retrieve_merged(rank: RankState, batch: BatchState, micro: int) -> None:
         for binding, owner in zip(rank.bindings, batch.owner):
             owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.clock)
             _check_refused(binding.store, owner)
+        if rank.counting:
+            count_retrieval(rank, batch)
 
 
 def _check_refused(store: RowStore, owner: OwnerKeys) -> None:

@@ -16,6 +16,7 @@ from ..comm.board import Board
 from ..comm.router import SourceKeys, Transfer
 from ..errors import CommunicationError, RemoteRankError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
+from .counting import BatchCounts
 
 __all__ = [
     "BatchState",
@@ -126,6 +127,8 @@ class RankState:
     """Where `prefetch` draws from."""
     on_write_back: list[RowHook] = field(default_factory=list)
     on_eviction: list[RowHook] = field(default_factory=list)
+    counting: bool = False
+    """Somebody wants counters of every batch."""
     hold: StageHold | None = None
     """Emulates a device: may keep the stage's lane after its work, until the device would have ended it. Only
     benchmarks set it."""
@@ -281,6 +284,7 @@ class BatchState:
     learning_rates: list[Tensor] = field(default_factory=list)
     """float32 [tables] of every store, as they are when the batch's window begins."""
     verdict: Verdict | None = None
+    counts: BatchCounts = field(default_factory=BatchCounts)
     handles: dict[tuple[str, int], Handle] = field(default_factory=dict)
 
     @property

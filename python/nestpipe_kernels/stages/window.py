@@ -14,6 +14,7 @@ from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward
 from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
+from .counting import Sent
 from .finite import as_read, note_gradients
 from .lookup_function import run_lookup
 from .messages import join_rows, message_counts, split_rows
@@ -52,12 +53,12 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
         parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
     world, wire = rank.communicator.size, rank.row_wire
     incoming = [plan.rows[micro].per_peer for plan in batch.plans]
-    handle = rank.communicator.group("rows").all_to_all(
-        join_rows(parts, _per_peer(moves), wire),
-        message_counts(_per_peer(moves), dims, world, wire),
-        message_counts(incoming, dims, world, wire),
-        f"{batch.tag}/rows/{micro}",
+    group, message = rank.communicator.group("rows"), join_rows(parts, _per_peer(moves), wire)
+    outgoing = message_counts(_per_peer(moves), dims, world, wire)
+    handle = group.all_to_all(
+        message, outgoing, message_counts(incoming, dims, world, wire), f"{batch.tag}/rows/{micro}"
     )
+    batch.counts.sent.append(Sent.of("rows", group.rank, _per_peer(moves), message, outgoing))
     batch.post("rows", micro, handle)
 
 
@@ -236,12 +237,15 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     # Only the last message's divisor counts: before that the sum of weights is not known yet.
     divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
     message = join_rows(parts, _per_peer(moves), wire, lead=torch.full((world,), divisor, dtype=torch.float32))
-    handle = rank.communicator.group("grads").all_to_all(
+    outgoing = message_counts(_per_peer(moves), dims, world, wire, lead=True)
+    group = rank.communicator.group("grads")
+    handle = group.all_to_all(
         message,
-        message_counts(_per_peer(moves), dims, world, wire, lead=True),
+        outgoing,
         message_counts(incoming, dims, world, wire, lead=True),
         f"{batch.tag}/grads/{micro}",
     )
+    batch.counts.sent.append(Sent.of("grads", group.rank, _per_peer(moves), message, outgoing))
     batch.post("grads", micro, handle)
     for plan, move, part in zip(batch.plans, moves, parts):
         _judge_later(rank, plan, move, as_read(part, wire), micro)
