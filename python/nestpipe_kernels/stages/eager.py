@@ -122,6 +122,7 @@ class EagerContext:
         self._announce(batch, calls)
         routing.exchange_keys(rank, batch, 0)
         self._check(batch)
+        commit.begin(rank, batch, 0)
         retrieval.find(rank, batch, 0)
         retrieval.gather_all(rank, batch, 0)
         if any(PoolingType.MAX.code in plan.occurrences[0].segment_modes for plan in batch.plans):
