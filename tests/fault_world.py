@@ -1,7 +1,7 @@
 """Worlds of real rank processes in which one thing goes wrong, for tests of what the others do.
 
-`FaultWorld.play(case)` forks the ranks of a case from a server process that has everything imported (tests/fault_server.py),
-so that a world costs a fraction of a second, and tells how each rank ended. The ranks end as any Python process does.
+`FaultWorld.play(case)` forks the ranks of a case from a server process that has everything imported
+(tests/fault_server.py), so that a world costs a fraction of a second, and tells how each rank ended.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ START_S = 90.0
 class Fault:
     """What happens to a rank when it comes to a stage of a batch (before the stage does its work).
 
-    kind: "kill", "stop", "exit", "interrupt" (signals and exits of the whole process); "raise" (an error that nothing in
-    the stage expects); "tell" (tells the test and waits for its leave); "none".
+    kind: "kill", "stop", "exit", "interrupt" (signals and exits of the whole process); "raise" (an error that nothing
+    in the stage expects); "tell" (tells the test and waits for its leave).
     """
 
     rank: int
@@ -59,6 +59,8 @@ class Case:
     load: bool = False
     network: list[str] = field(default_factory=list)
     """Per rank, the network namespace to enter."""
+    whole_exit: bool = False
+    """The interpreter takes itself apart at the end, as it does in a user's program."""
     settings: dict[str, Any] = field(default_factory=dict)
     """More of PipelineConfig."""
 
@@ -84,7 +86,12 @@ class FaultWorld:
     """The server; one per test module."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "NESTPIPE_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {
+            **os.environ,
+            "NESTPIPE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         self._process = subprocess.Popen(
             [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -137,6 +144,9 @@ class FaultWorld:
                         os.kill(pid, signal.SIGKILL)  # the server reaps, so the number cannot be anybody else's
                 continue
             rank = told["rank"]
+            stopped = case.fault is not None and case.fault.kind == "stop" and case.fault.rank not in ended
+            if stopped and len(ended) == case.size - 2 and rank != case.fault.rank:
+                os.kill(self._pids[case.fault.rank], signal.SIGKILL)  # the others have ended: nothing else will end it
             ended[rank] = Ended(rank, told["status"], told["at"])
             folder = Path(case.folder)
             ended[rank].output = (folder / f"out{rank}").read_text(errors="replace")

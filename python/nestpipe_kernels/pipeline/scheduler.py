@@ -275,10 +275,12 @@ class LaneScheduler:
 
     def close(self, wait_s: float) -> bool:
         """Stop the lanes; what has not started is dropped. False if work was still under way after `wait_s` seconds."""
+        _abandon_lanes(list(self.lanes.values()))  # all at once: then one limit holds for them together
+        deadline = time.monotonic() + wait_s
         stopped = True
         for lane in self.lanes.values():
             try:
-                lane.close(cancel=True, timeout_s=wait_s)
+                lane.close(cancel=True, timeout_s=max(deadline - time.monotonic(), 0.0))
             except TimeoutError:  # it waits for another rank; the lane's thread ends with that exchange's time-out
                 stopped = False
         return stopped

@@ -375,7 +375,10 @@ class NestedPipeline:
     def _as_error(self, failure: Failure, batch: BatchState) -> BaseException:
         if failure.error is not None:
             return _BatchFailed(failure.error)
-        return RemoteRankError(failure.rank, failure.stage, batch.clock, failure.message)
+        error = RemoteRankError(failure.rank, failure.stage, batch.clock, failure.message)
+        if failure.consequence is not None:
+            error.__context__ = failure.consequence.error
+        return error
 
     # ------------------------------------------------------------------------------------ outside access
 

@@ -11,7 +11,7 @@ from ..ops.scatter_add_rows import scatter_add_rows
 from ..types import RowStore
 from .finite import bad_sources, judge_own
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
-from .state import BatchState, RankState, Verdict
+from .state import BatchState, Failure, RankState, Verdict, upstream
 
 __all__ = [
     "begin",
@@ -151,17 +151,23 @@ def _land_flags(rank: RankState, batch: BatchState) -> list[Flags]:
 
 def check_failures(rank: RankState, batch: BatchState, micro: int) -> None:
     """The end of an evaluated batch: a rank that failed anywhere may have sent zeros instead of rows."""
-    for peer, flags in enumerate(_land_flags(rank, batch)):
-        if flags.failed and batch.remote is None:
-            batch.remote = flags.as_failure(peer)
+    first = _first_failure(rank, batch, _land_flags(rank, batch))
+    if first is not None and first is not batch.failure:
+        batch.failure, batch.remote = None, first
+
+
+def _first_failure(rank: RankState, batch: BatchState, peers: list[Flags]) -> Failure | None:
+    own = rank.communicator.rank
+    return upstream(batch.failure, [f.as_failure(p) for p, f in enumerate(peers) if f.failed and p != own])
 
 
 def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
     """Decide alike on all ranks whether the batch counts."""
     peers = _land_flags(rank, batch)
-    failed = [p for p, flags in enumerate(peers) if flags.failed]
-    if failed:
-        failure = batch.failure if batch.failure is not None else peers[failed[0]].as_failure(failed[0])
+    failure = _first_failure(rank, batch, peers)
+    if failure is not None:
+        if failure is not batch.failure:
+            batch.failure, batch.remote = None, failure
         batch.verdict = Verdict(False, failure=failure)
         return
     bad_rows = sum(flags.sparse_bad for flags in peers)

@@ -3,6 +3,7 @@ exchange."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,8 @@ __all__ = ["FIXED_WORDS", "Flags", "join_rows", "message_counts", "pack_flags", 
 
 _MAGIC = 0x4E50_0001
 _TEXT_WORDS = 48
-_HEAD_WORDS = 9
+_HEAD_WORDS = 10
+_SUM_AT = 9
 FIXED_WORDS = _HEAD_WORDS + _TEXT_WORDS
 
 
@@ -39,6 +41,7 @@ class Flags:
         self.training = training
         self.has_batch = has_batch
         self.failed = failure is not None
+        self.micro = failure.micro if failure is not None else 0
         self.sparse_bad = sparse_bad
         self.dense_bad = dense_bad
         self.text = f"{failure.stage}\n{failure.message}" if failure is not None else text
@@ -46,17 +49,26 @@ class Flags:
     def as_failure(self, rank: int) -> Failure:
         """The failure that a peer reported."""
         stage, _, message = self.text.partition("\n")
-        return Failure(rank, stage, message)
+        return Failure(rank, stage, message, micro=self.micro)
 
 
 def pack_flags(flags: Flags, extra: Sequence[int] = ()) -> Tensor:
     """int64 [FIXED_WORDS + len(extra)]; the text is cut to what fits."""
     text = flags.text.encode()[: _TEXT_WORDS * 8]
     padded = text + b"\0" * (_TEXT_WORDS * 8 - len(text))
-    head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.training), int(flags.has_batch), int(flags.failed)]
-    words = [*head, flags.sparse_bad, int(flags.dense_bad), len(text)]
+    head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.training), int(flags.has_batch)]
+    failed = 1 + flags.micro if flags.failed else 0
+    words = [*head, failed, flags.sparse_bad, int(flags.dense_bad), len(text), 0]
     body = torch.frombuffer(bytearray(padded), dtype=torch.int64)
-    return torch.cat([torch.tensor(words, dtype=torch.int64), body, torch.tensor(list(extra), dtype=torch.int64)])
+    message = torch.cat([torch.tensor(words, dtype=torch.int64), body, torch.tensor(list(extra), dtype=torch.int64)])
+    message[_SUM_AT] = _checksum(message)
+    return message
+
+
+def _checksum(message: Tensor) -> int:
+    """CRC-32 of all words but the one that holds it."""
+    data = message.contiguous().numpy().tobytes()
+    return zlib.crc32(data[8 * _SUM_AT + 8 :], zlib.crc32(data[: 8 * _SUM_AT]))
 
 
 def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
@@ -66,6 +78,11 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
         CommunicationError: the message is damaged, or the peer is at another batch or splits batches otherwise.
     """
     head = words[:_HEAD_WORDS].tolist()
+    if head[_SUM_AT] != _checksum(words):
+        raise CommunicationError(
+            f"rank {rank} sent a damaged message (checksum {_checksum(words)}, expected {head[_SUM_AT]}) of batch "
+            f"{expect.batch}: it begins with {head}"
+        )
     for what, got, want in (
         ("message marker", head[0], _MAGIC),
         ("mode (1: training, 0: evaluation)", head[3], int(expect.training)),
@@ -77,11 +94,9 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
                 f"rank {rank} sent another {what}: expected {want}, got {got}; all ranks must run the same steps with "
                 "the same settings"
             )
-    if not 0 <= head[8] <= _TEXT_WORDS * 8 or min(head[3:8]) < 0:
-        raise CommunicationError(f"rank {rank} sent a damaged message: {head}")
     text = words[_HEAD_WORDS:FIXED_WORDS].numpy().tobytes()[: head[8]].decode(errors="replace")
     flags = Flags(head[1], head[2], bool(head[3]), bool(head[4]), None, head[6], bool(head[7]), text)
-    flags.failed = bool(head[5])
+    flags.failed, flags.micro = bool(head[5]), max(head[5] - 1, 0)
     return flags
 
 

@@ -56,7 +56,7 @@ def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> 
     board = rank.board
     shown = _SHOWN.get(function, function)
     if board is not None:
-        board.begin(shown, batch.clock, micro)
+        board.begin(shown, batch.index, micro)
     begin = time.perf_counter()
     try:
         with profiler_range(shown):
@@ -64,7 +64,7 @@ def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> 
             if rank.hold is not None:
                 rank.hold(function, batch, micro, begin)
     except BaseException as error:
-        rank.report_failure(shown, batch.clock, error)
+        rank.report_failure(shown, batch.index, error)
         raise
     finally:
         if board is not None:

@@ -3,7 +3,7 @@ travels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ __all__ = [
     "Verdict",
     "bind_stores",
     "describe_error",
+    "upstream",
 ]
 
 
@@ -159,6 +160,34 @@ class Failure:
     stage: str
     message: str
     error: BaseException | None = None
+    micro: int = 0
+    """The micro-batch, where the stage has one."""
+    consequence: Failure | None = None
+    """This rank's own failure that this one may have caused."""
+
+    @property
+    def order(self) -> int:
+        """Where the stage stands in a batch: only a failure of a lower number can be the cause of this one. A rank that
+        has failed sends zeros, which may well break what another rank does with them."""
+        if self.stage in _BEFORE_WINDOW:
+            return _BEFORE_WINDOW.index(self.stage)
+        if self.stage in _IN_WINDOW:
+            return len(_BEFORE_WINDOW) + len(_IN_WINDOW) * self.micro + _IN_WINDOW.index(self.stage)
+        return _AFTER_WINDOW
+
+
+_BEFORE_WINDOW = ("fetch", "prefetch", "copy", "route", "warm", "find", "retrieve", "gather", "sync")
+_IN_WINDOW = ("send_rows", "forward", "forward_backward")
+_AFTER_WINDOW = 1 << 30
+
+
+def upstream(own: Failure | None, remote: Sequence[Failure]) -> Failure | None:
+    """The failure that can have caused the others; this rank's own where several can."""
+    known = [*([] if own is None else [own]), *remote]
+    first = min(known, key=lambda failure: failure.order, default=None)
+    if first is not None and own is not None and first is not own:
+        first.consequence = own
+    return first
 
 
 @dataclass
@@ -301,7 +330,7 @@ class BatchState:
         return self.handles.pop((purpose, micro)).wait(self.timeout_s)
 
     @contextmanager
-    def guard(self, rank: int, stage: str) -> Iterator[None]:
+    def guard(self, rank: int, stage: str, micro: int = 0) -> Iterator[None]:
         """Turn an exception of this rank's own work into this batch's failure; later work of the batch is skipped, its
         exchanges are not.
 
@@ -313,7 +342,7 @@ class BatchState:
             raise
         except BaseException as error:
             if self.failure is None:
-                self.failure = Failure(rank, stage, describe_error(error), error)
+                self.failure = Failure(rank, stage, describe_error(error), error, micro)
 
 
 def describe_error(error: BaseException) -> str:

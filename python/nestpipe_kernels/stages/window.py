@@ -43,7 +43,7 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     moves = [owner.rows[micro] for owner in batch.owner]
     parts: list[Tensor] = []
     if batch.failure is None:
-        with batch.guard(rank.communicator.rank, "send_rows"):
+        with batch.guard(rank.communicator.rank, "send_rows", micro):
             for binding, owner, move in zip(rank.bindings, batch.owner, moves):
                 assert owner.buffer is not None
                 store = binding.store
@@ -211,7 +211,7 @@ def forward_backward(rank: RankState, batch: BatchState, micro: int) -> None:
     land_rows(rank, batch, micro)
     if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
         return
-    with batch.guard(rank.communicator.rank, "forward_backward"):
+    with batch.guard(rank.communicator.rank, "forward_backward", micro):
         _run_model(rank, batch, micro, training=True)
 
 
@@ -220,7 +220,7 @@ def forward(rank: RankState, batch: BatchState, micro: int) -> None:
     land_rows(rank, batch, micro)
     if batch.failure is not None or not batch.has_batch or not len(batch.micro[micro].indices):
         return
-    with batch.guard(rank.communicator.rank, "forward"):
+    with batch.guard(rank.communicator.rank, "forward", micro):
         _run_model(rank, batch, micro, training=False)
 
 
