@@ -70,7 +70,7 @@ def loss(model: Any, batch: Any) -> Any:
         raise ArithmeticError("the model broke")
     pooled = model.lookup(batch.sparse).values()
     in_training = isinstance(model.lookup.lookup_context, MicroContext)  # a probe's rows are zeros
-    zero = (pooled.detach()[:, :4] == 0).all(1) & (batch.sparse["user"].lengths() > 0)
+    zero = (pooled.detach()[:, :4] == 0).all(1) & (batch.sparse[batch.sparse.keys()[0]].lengths() > 0)
     if in_training and bool(zero.any()):
         raise ZeroDivisionError("a row of zeros")
     return model.head(pooled, batch)
