@@ -12,7 +12,7 @@ from small_model import EXACT, state_of
 
 from nestpipe_kernels import init, optim, policy
 from nestpipe_kernels.config import PipelineConfig
-from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.errors import NonFiniteGradientError, StoreFullError
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
@@ -77,12 +77,12 @@ def test_a_key_without_a_row_reads_the_default_row_until_it_has_one(schedule: st
     assert state.policies["t"]["counts"] == {8: 1, 9: 1}
 
 
-def test_a_nan_in_the_gradient_of_a_key_without_a_row_harms_nothing() -> None:
+def test_a_nan_in_the_gradient_of_a_key_without_a_row_counts_like_any_other() -> None:
+    """The source judges, and does not know which keys have rows."""
     bad = linear_batch([1, 2, 3], [1.0, float("nan"), 1.0])
     rule = policy.Probability(0.0)
-    _, state = play_linear([bad, linear_batch([4])], admission=rule)
-    assert state.step_count == 2
-    assert state.rows == {}
+    with pytest.raises(NonFiniteGradientError, match="1 row gradients .table 't' key 2. are not finite"):
+        play_linear([bad, linear_batch([4])], admission=rule)
 
 
 @pytest.mark.parametrize("schedule", EXACT)
