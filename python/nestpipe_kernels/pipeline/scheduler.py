@@ -34,7 +34,7 @@ from .graph import Graph, Node, Stage, Unrolled
 
 __all__ = ["LaneScheduler", "check_lanes"]
 
-_ROUTING = ("prefetch", "route", "route_keys")
+_ROUTING = ("prefetch", "route", "route_keys", "warm")
 _RETRIEVAL = ("retrieve", "gather", "sync")
 _HORIZON = 3
 

@@ -36,6 +36,7 @@ from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
 from .step import Step, make_step
 from .validate import validate
+from .warming import with_warming
 
 __all__ = ["NestedPipeline", "Step"]
 
@@ -94,14 +95,16 @@ class NestedPipeline:
                 )
         communicator = _shared_communicator(modules).with_timeout(config.timeout_s)
         _warn_if_alone(communicator)
-        graph = _valid_graph(config.schedule, config.row_transfer)
+        bindings = bind_stores(modules)
+        tiers = any(binding.store.tier is not None for binding in bindings)
+        graph = _valid_graph(config.schedule, config.row_transfer, tiers)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
         self.rank = RankState(
             communicator,
             modules,
-            bind_stores(modules),
+            bindings,
             default_slice_owner(communicator.size),
             num_micro_batches=config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
@@ -530,9 +533,11 @@ class _BatchFailed(Exception):
 
 
 @functools.cache
-def _valid_graph(schedule: str, row_transfer: str) -> Graph:
+def _valid_graph(schedule: str, row_transfer: str, tiers: bool) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
     graph = build_graph(schedule, row_transfer)
+    if tiers:
+        graph = with_warming(graph)
     validate(graph)
     return graph
 

@@ -79,6 +79,7 @@ class TableChoice:
     default_row: Any = None
     data_type: DataType = DataType.FP32
     stochastic_rounding: bool = False
+    tier: Any = None
     init: Any = field(default_factory=lambda: init.Uniform(-0.5, 0.5))
 
 
@@ -183,7 +184,7 @@ class Scenario:
                 t.num_embeddings, t.dim, t.name, feature_names=list(t.features), pooling=t.pooling,
                 init=t.init, trainable=t.trainable, capacity=t.capacity, admission=t.admission,
                 eviction=t.eviction, default_row=t.default_row,
-                data_type=t.data_type, stochastic_rounding=t.stochastic_rounding,
+                data_type=t.data_type, stochastic_rounding=t.stochastic_rounding, tier=t.tier,
             )
             for t in self.tables
         ]  # fmt: skip
