@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["PipelineConfig", "default_threads", "environment", "launched_ranks", "process_environment"]
 
@@ -45,7 +45,9 @@ class PipelineConfig:
 
     Attributes:
         schedule: "sequential", "dbp", "fwp", "nested", or "async" (rows one step stale: a baseline only).
-        num_micro_batches: parts of a batch that form the frozen window, >= 1, the same on all ranks.
+        num_micro_batches: parts of a batch that form the frozen window, >= 1, the same on all ranks. "auto": the first
+            16 steps run with 2 and then 8 parts, and what they took decides for all ranks, between 1 and 32; the
+            pipeline's `num_micro_batches` tells it, and checkpoints hold it.
         row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
             "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
         row_wire, gradient_wire: as what rows and their gradients travel between ranks: "fp32", or rounded once by the
@@ -61,10 +63,13 @@ class PipelineConfig:
             tensors of dim 0 = batch size, KeyedJaggedTensors and containers of them.
         timeline_steps: how many of the last steps the timeline keeps.
         threads: threads of native calls, None for NESTPIPE_THREADS or the number of cores.
+        lower_caller_priority: on Linux, the thread that calls `progress()` gets a lower priority (niceness + 5) than
+            the lanes and the network's threads, so that a model which keeps all cores busy does not keep exchanges
+            waiting. It stays so until `close()`, and after it where the system does not permit a thread to go back.
     """
 
     schedule: str = "nested"
-    num_micro_batches: int = 4
+    num_micro_batches: int | Literal["auto"] = 4
     row_transfer: str = "once"
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
@@ -76,6 +81,7 @@ class PipelineConfig:
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
     timeline_steps: int = 50
     threads: int | None = None
+    lower_caller_priority: bool = False
 
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
@@ -85,20 +91,26 @@ class PipelineConfig:
         _one_of("clustering", self.clustering, ("key", "none"))
         _one_of("loss_weighting", self.loss_weighting, ("mean", "sum"))
         _one_of("nan_policy", self.nan_policy, ("raise", "skip_row"))
-        for name in ("num_micro_batches", "timeline_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-        if self.row_transfer == "per_micro_batch" and self.num_micro_batches > 63:
-            raise ValueError(
-                f"num_micro_batches must be <= 63 with row_transfer='per_micro_batch', got {self.num_micro_batches}"
-            )
-        if self.num_micro_batches > 4095:
-            raise ValueError(f"num_micro_batches must be <= 4095, got {self.num_micro_batches}")
+        self._check_micro_batches()
+        if type(self.timeline_steps) is not int or self.timeline_steps < 1:
+            raise ValueError(f"timeline_steps must be an integer >= 1, got {self.timeline_steps!r}")
+        if type(self.lower_caller_priority) is not bool:
+            raise ValueError(f"lower_caller_priority must be True or False, got {self.lower_caller_priority!r}")
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
+
+    def _check_micro_batches(self) -> None:
+        number = self.num_micro_batches
+        if number == "auto":
+            return
+        if type(number) is not int or number < 1:
+            raise ValueError(f"num_micro_batches must be an integer >= 1 or 'auto', got {number!r}")
+        if self.row_transfer == "per_micro_batch" and number > 63:
+            raise ValueError(f"num_micro_batches must be <= 63 with row_transfer='per_micro_batch', got {number}")
+        if number > 4095:
+            raise ValueError(f"num_micro_batches must be <= 4095, got {number}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -133,8 +133,12 @@ def load(
     return loading.report
 
 
+_COUNTS = ("step_count", "trained", "modules", "num_micro_batches")
+"""What the manifest's `position` holds; what is None is left out."""
+
+
 def _position(who: Participants, loader: Any) -> dict[str, Any]:
-    """{"step_count", "trained", "modules", "loader", "generators"} of this rank."""
+    """{"step_count", "trained", "modules", "num_micro_batches", "loader", "generators"} of this rank."""
     modules = who.step_counts()
     if who.pipeline is not None:
         return {**who.pipeline.export_position(loader), "modules": modules}
@@ -143,6 +147,7 @@ def _position(who: Participants, loader: Any) -> dict[str, Any]:
         "step_count": count,
         "trained": count,
         "modules": modules,
+        "num_micro_batches": None,
         "loader": record_without_pipeline(loader),
         "generators": capture_random(who.generators).tree(),
     }
@@ -168,7 +173,7 @@ def _write(generation: Generation, who: Participants, position: dict[str, Any]) 
     return RankPart(
         tables=save_tables(generation, who.stores, who.table_names),
         rank=tree,
-        position={key: position[key] for key in ("step_count", "trained", "modules")},
+        position={key: position[key] for key in _COUNTS if position[key] is not None},
         dense=dense,
     )
 

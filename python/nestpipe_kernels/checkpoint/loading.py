@@ -69,6 +69,7 @@ class Loading:
             records = [records[0] if r == rank else None for r in range(world)]
         self._record = choose_record(records, rank, world, loader, who.pipeline is not None, start_epoch)
         self._step_count, self._trained, self._modules = self._counts()
+        self._micro_batches = self._micro_batches_saved()
         self.report = LoadReport(
             optimizer_state=optimizer_state,
             data=describe(self._record, followed=who.pipeline is not None or loader is not None),
@@ -140,6 +141,14 @@ class Loading:
                 f"checkpoint: {self._path}: position must hold step_count, trained and modules, counts >= 0"
             )
         return position["step_count"], position["trained"], modules
+
+    def _micro_batches_saved(self) -> int | None:
+        number = self._manifest.position.get("num_micro_batches")
+        if number is not None and (type(number) is not int or not 1 <= number <= 4095):
+            raise CheckpointError(
+                f"checkpoint: {self._path}: position.num_micro_batches must lie in 1 .. 4095, got {number!r}"
+            )
+        return number
 
     # ------------------------------------------------------------------------------------------------- comparing
 
@@ -233,7 +242,9 @@ class Loading:
     def _continue(self) -> None:
         who, generators = self._who, self._generators
         if who.pipeline is not None:
-            who.pipeline.import_position(self._step_count, self._trained, self._record, generators, self._loader)
+            who.pipeline.import_position(
+                self._step_count, self._trained, self._record, generators, self._loader, self._micro_batches
+            )
             who.set_step_counts(self._modules, 0)
             return
         who.set_step_counts(self._modules, self._step_count)

@@ -99,16 +99,11 @@ class LaneScheduler:
         timeout_s: float,
         device: str = "cpu",
     ) -> None:
-        check_lanes(graph, micro_batches)
         self.graph = graph
         self.rank = rank
         self.timeline = timeline
         self.timeout_s = timeout_s
-        unrolled = Unrolled(graph, 2 * _HORIZON, micro_batches)
-        self._plan = {(p.stage.name, p.micro): p for p in _planned(unrolled, _HORIZON)}
-        self._routing = self._by_lane(lambda stage: stage.name in _ROUTING)
-        self._retrieval = self._by_lane(lambda stage: stage.name in _RETRIEVAL)
-        self._window = self._by_lane(lambda stage: stage.name not in (*_ROUTING, *_RETRIEVAL))
+        self.set_micro_batches(micro_batches)
         names = sorted({s.lane for s in graph.stages} - {"caller"})
         self.lanes = {name: create_lane(device, name, timeline) for name in names}
         # A scheduler that is dropped without close() must not leave its threads behind.
@@ -119,6 +114,20 @@ class LaneScheduler:
         self._floor = 0
         self.spent_ns: dict[tuple[str, bool], int] = {}
         """Time of the caller's thread by (kind of stage, waited for it), since whoever reads it cleared it."""
+
+    def set_micro_batches(self, micro_batches: int) -> None:
+        """Plan for N micro-batches from the next batch on; nothing may be under way, and `reset` must follow or have
+        been called.
+
+        Raises:
+            GraphError: lanes would wait in a circle.
+        """
+        check_lanes(self.graph, micro_batches)
+        unrolled = Unrolled(self.graph, 2 * _HORIZON, micro_batches)
+        self._plan = {(p.stage.name, p.micro): p for p in _planned(unrolled, _HORIZON)}
+        self._routing = self._by_lane(lambda stage: stage.name in _ROUTING)
+        self._retrieval = self._by_lane(lambda stage: stage.name in _RETRIEVAL)
+        self._window = self._by_lane(lambda stage: stage.name not in (*_ROUTING, *_RETRIEVAL))
 
     def _by_lane(self, chosen: Callable[[Stage], bool]) -> list[tuple[str, list[_Planned]]]:
         """The chosen background nodes of each lane in the order in which it gets them."""

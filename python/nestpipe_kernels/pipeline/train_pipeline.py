@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
-from ..comm import Communicator
+from ..comm import Communicator, exchange_same
 from ..config import PipelineConfig, default_threads, launched_ranks
+from ..device import LoweredThreads
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.eager import eager_context
 from ..stages.registry import run_stage
@@ -30,6 +31,7 @@ from .counters import StepCallback, StepReports
 from .dense import check_optimizer, dense_parameters
 from .drawn import DrawnBatches, copy_drawn
 from .graph import Graph, Unrolled
+from .micro_choice import PROBES, MicroBatchChoice
 from .model_call import call_model
 from .position import Position
 from .scheduler import LaneScheduler
@@ -106,7 +108,7 @@ class NestedPipeline:
             modules,
             bindings,
             default_slice_owner(communicator.size),
-            num_micro_batches=config.num_micro_batches,
+            num_micro_batches=PROBES[0] if config.num_micro_batches == "auto" else config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
             row_wire=config.row_wire,
             gradient_wire=config.gradient_wire,
@@ -122,15 +124,17 @@ class NestedPipeline:
         )
         clock = agree(self.rank, config)
         share_dense(self.rank, model)
-        warn_batch_coupled(model, config.num_micro_batches)
+        warn_batch_coupled(model, self.rank.num_micro_batches)
         from .._native import core
 
         core().set_num_threads(config.threads or default_threads())
         self.timeline = Timeline(config.timeline_steps, communicator.rank)
         self._scheduler = LaneScheduler(
-            graph, self.rank, config.num_micro_batches, self.timeline, config.timeout_s + 30.0
+            graph, self.rank, self.rank.num_micro_batches, self.timeline, config.timeout_s + 30.0
         )
-        self._evaluation = Unrolled(evaluation_graph(), 1, config.num_micro_batches)
+        self._evaluation = Unrolled(evaluation_graph(), 1, self.rank.num_micro_batches)
+        self._choice = self._new_choice()
+        self._lowered = LoweredThreads()
         self._statistics = running_statistics(model)
         self._trained = clock
         """Batches that counted so far since the stores were made: what the next one's rows note as `last_used`."""
@@ -229,6 +233,12 @@ class NestedPipeline:
         return call
 
     @property
+    def num_micro_batches(self) -> int:
+        """Parts of a batch in the next step. With "auto" it changes while the first 16 steps are measured, and once
+        after them; it then stays, also in runs that go on from a checkpoint saved since."""
+        return self.rank.num_micro_batches
+
+    @property
     def step_count(self) -> int:
         """Updates done so far, on all ranks alike; those before this pipeline was made count, too."""
         return self.rank.step_count
@@ -254,6 +264,7 @@ class NestedPipeline:
             self._closed = True
             if self._scheduler.close(wait_s=self.config.timeout_s if self._broken is None else 1.0):
                 self._drawn.undo_retrieval()
+            self._lowered.restore()
             for module in self.rank.modules.values():
                 module.before_outside_access = None
                 context = eager_context(module)
@@ -299,6 +310,8 @@ class NestedPipeline:
                         "model.eval() to evaluate"
                     )
                 )
+            if self.config.lower_caller_priority:
+                self._lowered.lower_current()
             self._reports.begin(self._scheduler.spent_ns)
             step = self._train(iterator)
         except (StopIteration, NonFiniteGradientError, RemoteRankError, _BatchFailed) as error:
@@ -314,8 +327,34 @@ class NestedPipeline:
         self._reports.tell()
         return step
 
+    def _new_choice(self) -> MicroBatchChoice | None:
+        return MicroBatchChoice(self._share_times) if self.config.num_micro_batches == "auto" else None
+
+    def _share_times(self, mine: Tensor) -> Tensor:
+        self._pause()
+        return exchange_same(self.rank.communicator.group("control"), mine, "micro_batches").wait(self.config.timeout_s)
+
+    def _choose_micro_batches(self) -> None:
+        if self._choice is not None:
+            settled = self._choice.settled
+            self._set_micro_batches(self._choice.next_step())
+            if settled:
+                self._choice = None
+
+    def _set_micro_batches(self, number: int) -> None:
+        """Split batches into another number of parts from now on; those drawn ahead are routed again. All ranks
+        alike."""
+        if number == self.rank.num_micro_batches:
+            return
+        self._pause()
+        self._drawn.park()
+        self.rank.num_micro_batches = number
+        self._scheduler.set_micro_batches(number)
+        self._evaluation = Unrolled(evaluation_graph(), 1, number)
+
     def _train(self, iterator: Iterator[Any]) -> Step:
         scheduler, drawn = self._scheduler, self._drawn
+        self._choose_micro_batches()
         if drawn.source is None or drawn.source.iterator is not iterator:
             self._pause()
             drawn.switch_to(iterator)
@@ -328,10 +367,12 @@ class NestedPipeline:
         drawn.take_first()
         batch.statistics = [buffer.clone() for buffer in self._statistics]
         scheduler.run_caller("begin", batch)
-        for micro in range(self.config.num_micro_batches):
+        for micro in range(self.rank.num_micro_batches):
             scheduler.run_caller("forward_backward", batch, micro)
         scheduler.run_caller("verdict", batch)
         scheduler.run_caller("dense_step", batch)
+        if self._choice is not None:
+            self._choice.record(scheduler.spent_ns, batch.size)
         batch.previous = None  # nothing reads it any more; kept, each batch would keep all before it
         scheduler.forget_before(batch.index - 2)
         step = self._result(batch)
@@ -447,7 +488,8 @@ class NestedPipeline:
         self._before_outside_access()
 
     def export_position(self, loader: Any = None) -> dict[str, Any]:
-        """For nk.checkpoint: {"step_count", "trained", "loader", "generators"} of this rank, after `settle`.
+        """For nk.checkpoint: {"step_count", "trained", "num_micro_batches", "loader", "generators"} of this rank, after
+        `settle`. The number of micro-batches is None while "auto" has not chosen.
 
         Raises:
             CheckpointError: `loader` is not the one that the pipeline draws from.
@@ -455,6 +497,7 @@ class NestedPipeline:
         return {
             "step_count": self.rank.step_count,
             "trained": self._trained,
+            "num_micro_batches": self.rank.num_micro_batches if self._choice is None else None,
             **self._position.save(self._drawn.of_current(), loader),
         }
 
@@ -465,8 +508,11 @@ class NestedPipeline:
         record: dict[str, Any],
         generators: dict[str, Any] | None,
         loader: Any = None,
+        num_micro_batches: int | None = None,
     ) -> None:
         """For nk.checkpoint: forget batches drawn so far and continue from a position that `export_position` gave.
+
+        With num_micro_batches="auto", a number that was chosen is kept, and without one measuring begins anew.
 
         Raises:
             CheckpointError: the loader refuses its state.
@@ -475,6 +521,10 @@ class NestedPipeline:
         self._drawn.clear()
         self._drawn.parked.clear()
         self.rank.step_count, self._trained = step_count, trained
+        self._choice = self._new_choice()
+        if self._choice is not None and num_micro_batches is not None:
+            self._choice = None
+            self._set_micro_batches(num_micro_batches)
         self._loads += 1
         self._position.load(record, generators, loader)
 
