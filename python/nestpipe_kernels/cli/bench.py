@@ -15,6 +15,8 @@ __all__ = ["add_bench"]
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
+PIPELINE_SHAPES = ("paper-npu", "ml100k", "dlrm", "small")
+
 
 def add_bench(commands: Any) -> None:
     """Add the subcommand `bench` with one subcommand for each case."""
@@ -28,6 +30,7 @@ def add_bench(commands: Any) -> None:
     _add_evict(cases)
     _add_checkpoint(cases)
     _add_scheduler(cases)
+    _add_pipeline(cases)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -96,6 +99,30 @@ def _add_scheduler(cases: Any) -> None:
     case.add_argument("--repeat", type=positive, default=200, help="timed steps of each")
 
 
+def _add_pipeline(cases: Any) -> None:
+    text = "every schedule (and TorchRec) on one model and data between processes joined by a slow link"
+    case = _add_case(cases, "pipeline", text)
+    case.add_argument(
+        "--net", metavar="RATE", required=True, help="of every link (500mbit; needs root), or loopback: no limit"
+    )
+    case.add_argument("--ranks", type=positive, default=2, help="processes, each in a network namespace of its own")
+    case.add_argument(
+        "--dense", choices=("cpu", "emulated"), required=True,
+        help="the dense part: computed here, or an accelerator emulated by timed waits that use no core",
+    )  # fmt: skip
+    case.add_argument("--shape", choices=PIPELINE_SHAPES, default="paper-npu", help="tables, batches, stage times")
+    case.add_argument("--data", metavar="PATH", default=None, help="MovieLens-100K, for --shape ml100k")
+    case.add_argument(
+        "--micro-batches", type=positive, metavar="N", default=None, help="parts of a batch (the shape's)"
+    )
+    case.add_argument("--only", nargs="+", metavar="IMPL", default=None, help="schedules beside sequential (all)")
+    case.add_argument("--peers", action="store_true", help="also TorchRec, if installed")
+    case.add_argument("--block", type=positive, default=9, help="counted steps of an implementation in a round")
+    case.add_argument("--repeat", type=positive, default=4, help="rounds that count")
+    case.add_argument("--timeout", type=positive, default=120, metavar="S", help="limit of every wait, seconds")
+    case.add_argument("--output", metavar="DIR", default=None, help="folder for timelines and the picture")
+
+
 def _exponent(text: str) -> float:
     try:
         value = float(text)
@@ -106,7 +133,7 @@ def _exponent(text: str) -> float:
     return value
 
 
-def _run(parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:
+def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     # By name: the suite's folder lies outside the package's source folder and joins it in the wheel.
     name = f"nestpipe_kernels.bench.{parsed.case}"
     try:
@@ -115,5 +142,6 @@ def _run(parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:
         if error.name not in (name, "nestpipe_kernels.bench"):
             raise
         raise ImportError(f"{name} is not installed; install the wheel (make build, or pip install .)") from error
+    parsed.arguments = list(arguments)  # for cases that start this command again, as ranks
     code: int = case.run(parsed)
     return code

@@ -12,7 +12,7 @@ from nestpipe_kernels.trace.summary import COMPUTE_LANE, summarize
 if TYPE_CHECKING:
     from nestpipe_kernels.trace.timeline import Span
 
-__all__ = ["write"]
+__all__ = ["draw_legend", "new_figure", "write"]
 
 SHOWN_STEPS = 3
 WIDTH_INCHES = 15.0
@@ -22,23 +22,15 @@ POINTS_PER_CHARACTER = 4.6
 
 def write(path: Path, ranks: Sequence[tuple[int, Sequence[Span]]]) -> None:
     """Draw the last SHOWN_STEPS steps. Raises ImportError with the remedy when matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "timeline: .png needs matplotlib; install it (pip install 'nestpipe_kernels[plot]') or save as .html"
-        ) from error
     start_ns, end_ns = _window(ranks)
     num_lanes = sum(len(lane_names(spans)) for _, spans in ranks)
-    figure = Figure(figsize=(WIDTH_INCHES, 1.5 + LANE_INCHES * num_lanes + 0.45 * len(ranks)), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure((WIDTH_INCHES, 1.5 + LANE_INCHES * num_lanes + 0.45 * len(ranks)))
     heights = [max(len(lane_names(spans)), 1) for _, spans in ranks]
     axes = figure.subplots(len(ranks), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, (rank, spans) in zip(axes, ranks):
         _draw_rank(axis, rank, spans, start_ns, end_ns)
     axes[-1].set_xlabel("milliseconds")
-    _draw_legend(figure)
+    draw_legend(figure)
     figure.subplots_adjust(left=0.09, right=0.99, hspace=0.35 if len(ranks) > 1 else 0.0)
     figure.savefig(path, bbox_inches="tight")
 
@@ -96,9 +88,26 @@ def _draw_span(axis: Any, span: Span, top: float, height: float, window: tuple[i
     axis.text((left + right) / 2, top + height / 2, text, ha="center", va="center", fontsize=7, color="white")
 
 
-def _draw_legend(figure: Any) -> None:
+def new_figure(inches: tuple[float, float]) -> Any:
+    """An empty matplotlib figure. Raises ImportError with the remedy when matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "timeline: .png needs matplotlib; install it (pip install 'nestpipe_kernels[plot]') or save as .html"
+        ) from error
+    figure = Figure(figsize=inches, dpi=130)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_legend(figure: Any, y: float = 1.0) -> None:
+    """What the colours mean, at the right of height `y` (0 to 1)."""
     from matplotlib.patches import Patch
 
     entries = [Patch(facecolor=colour, label=kind) for kind, colour in COLOURS.items()]
     entries.append(Patch(facecolor="#fbe3e6", edgecolor=EXPOSED_COLOUR, hatch="/////", label="exposed: compute waits"))
-    figure.legend(handles=entries, loc="upper right", ncols=len(entries), fontsize=8, frameon=False)
+    figure.legend(
+        handles=entries, loc="upper right", bbox_to_anchor=(1.0, y), ncols=len(entries), fontsize=8, frameon=False
+    )
