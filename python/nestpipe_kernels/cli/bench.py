@@ -103,11 +103,11 @@ def _add_pipeline(cases: Any) -> None:
     text = "every schedule (and TorchRec) on one model and data between processes joined by a slow link"
     case = _add_case(cases, "pipeline", text)
     case.add_argument(
-        "--net", metavar="RATE", required=True, help="of every link (500mbit; needs root), or loopback: no limit"
+        "--net", metavar="RATE", default="500mbit", help="of every link (needs root), or loopback: no limit"
     )
     case.add_argument("--ranks", type=positive, default=2, help="processes, each in a network namespace of its own")
     case.add_argument(
-        "--dense", choices=("cpu", "emulated"), required=True,
+        "--dense", choices=("cpu", "emulated"), default="emulated",
         help="the dense part: computed here, or an accelerator emulated by timed waits that use no core",
     )  # fmt: skip
     case.add_argument("--shape", choices=PIPELINE_SHAPES, default="paper-npu", help="tables, batches, stage times")
