@@ -61,6 +61,12 @@ class PipelineConfig:
         sparse_inputs: `batch -> {module: [input per call]}`, for inputs that capture cannot follow.
         split_batch: `(batch, list of int64 index tensors) -> list of batches`, for batches that are not made of
             tensors of dim 0 = batch size, KeyedJaggedTensors and containers of them.
+        fetch: `item -> batch`: turns what the loader gives (file names, sample numbers, compressed bytes) into a
+            batch, on a thread of its own, up to two batches before its turn. Called in the order of the items, one at
+            a time; not again for a batch that waited while another iterator ran. It must not draw random numbers from
+            generators that the model or the loader draws from, and gives tensors that nobody else writes; items must
+            not change once they are given. None: the loader gives batches, and the thread that calls `progress()`
+            waits for them.
         timeline_steps: how many of the last steps the timeline keeps.
         threads: threads of native calls, None for NESTPIPE_THREADS or the number of cores.
         lower_caller_priority: on Linux, the thread that calls `progress()` gets a lower priority (niceness + 5) than
@@ -79,6 +85,7 @@ class PipelineConfig:
     timeout_s: float = 300.0
     sparse_inputs: Callable[[Any], dict[Any, list[Any]]] | None = None
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
+    fetch: Callable[[Any], Any] | None = None
     timeline_steps: int = 50
     threads: int | None = None
     lower_caller_priority: bool = False
@@ -98,6 +105,8 @@ class PipelineConfig:
             raise ValueError(f"lower_caller_priority must be True or False, got {self.lower_caller_priority!r}")
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s!r}")
+        if self.fetch is not None and not callable(self.fetch):
+            raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
 

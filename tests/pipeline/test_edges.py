@@ -2,23 +2,36 @@
 
 import pytest
 
+from nestpipe_kernels.pipeline.graph import Graph
 from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph
 from nestpipe_kernels.testing.explorer import Orders, explore
 from nestpipe_kernels.testing.scenario import Scenario
 
+KINDS = {
+    "once": {},
+    "per_micro_batch": {"row_transfer": "per_micro_batch"},
+    "fetch": {"fetch": True},
+}
+"""Settings that have graphs of their own, by name."""
+
+
+def graph_of(name: str, kind: str) -> Graph:
+    return build_graph(name, **KINDS[kind])
+
+
 EDGES = [
-    pytest.param(name, transfer, edge.label, id=f"{name}-{transfer}-{edge.label}")
+    pytest.param(name, kind, edge.label, id=f"{name}-{kind}-{edge.label}")
     for name in SCHEDULES
-    for transfer in ("once", "per_micro_batch")
-    for edge in build_graph(name, transfer).edges
-    if not edge.policy
+    for kind in KINDS
+    for edge in graph_of(name, kind).edges
+    if not edge.policy and (kind != "fetch" or {edge.source, edge.target} & {"fetch", "copy"})
 ]
 
 
-def scenario(transfer: str) -> Scenario:
+def scenario(kind: str) -> Scenario:
     """Every batch of every rank has samples, and keys are few: whatever can collide does."""
     return Scenario(
-        world_size=2, micro_batches=2, batches=4, uneven=False, samples=4, num_keys=5, row_transfer=transfer, seed=3
+        world_size=2, micro_batches=2, batches=4, uneven=False, samples=4, num_keys=5, seed=3, **KINDS[kind]
     )
 
 
@@ -27,21 +40,21 @@ def expected():
     """Outcome of each graph in its plain order."""
     known = {}
 
-    def outcome(name, transfer):
-        if (name, transfer) not in known:
-            case, graph = scenario(transfer), build_graph(name, transfer)
+    def outcome(name, kind):
+        if (name, kind) not in known:
+            case, graph = scenario(kind), graph_of(name, kind)
             orders = Orders(graph, case.world_size, case.batches, case.micro_batches)
-            known[name, transfer] = explore(graph, case.ranks(), orders.random(0), case.batches), orders
-            assert not known[name, transfer][0].broken
-        return known[name, transfer]
+            known[name, kind] = explore(graph, case.ranks(), orders.random(0), case.batches), orders
+            assert not known[name, kind][0].broken
+        return known[name, kind]
 
     return outcome
 
 
-@pytest.mark.parametrize("name, transfer, label", EDGES)
-def test_removing_an_edge_is_seen(expected, name, transfer, label):
-    want, orders = expected(name, transfer)
-    case, graph = scenario(transfer), build_graph(name, transfer).without(label)
+@pytest.mark.parametrize("name, kind, label", EDGES)
+def test_removing_an_edge_is_seen(expected, name, kind, label):
+    want, orders = expected(name, kind)
+    case, graph = scenario(kind), graph_of(name, kind).without(label)
     for seed in range(200):
         order = orders.directed(label, seed)
         assert order is not None, f"no order breaks {label}: it is implied by the others"
@@ -51,9 +64,9 @@ def test_removing_an_edge_is_seen(expected, name, transfer, label):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("transfer", ["once", "per_micro_batch"])
-def test_every_order_of_the_whole_graph_gives_the_same(expected, name, transfer):
-    want, orders = expected(name, transfer)
-    case, graph = scenario(transfer), build_graph(name, transfer)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_order_of_the_whole_graph_gives_the_same(expected, name, kind):
+    want, orders = expected(name, kind)
+    case, graph = scenario(kind), graph_of(name, kind)
     for seed in range(1, 9):
         assert want.difference(explore(graph, case.ranks(), orders.random(seed), case.batches)) == ""

@@ -123,6 +123,14 @@ def test_sequential_equals_the_oracle(case):
     assert run.dense == oracle.dense
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "dbp", "fwp", "nested"])
+def test_fetched_batches_equal_drawn_ones(schedule):
+    """A fetch with a state of its own: its calls come in order, once each."""
+    scenario = Scenario(world_size=2, micro_batches=3, clustering="key", seed=7)
+    expected = run_scenario(scenario, "sequential")
+    assert expected.difference(run_scenario(replace(scenario, fetch=True), schedule)) == ""
+
+
 def test_async_is_not_exact():
     scenario = Scenario(world_size=2, micro_batches=2, batches=6, uneven=False, samples=6, num_keys=5)
     expected = run_scenario(scenario, "sequential")

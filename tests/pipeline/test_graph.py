@@ -10,24 +10,28 @@ from nestpipe_kernels.pipeline.scheduler import check_lanes
 from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph, evaluation_graph
 from nestpipe_kernels.pipeline.validate import conflicts_without_path, redundant_edges, unjustified_edges, validate
 
-GRAPHS = [(name, transfer) for name in SCHEDULES for transfer in ("once", "per_micro_batch")]
+GRAPHS = [
+    *((name, {"row_transfer": transfer}) for name in SCHEDULES for transfer in ("once", "per_micro_batch")),
+    *((name, {"fetch": True}) for name in SCHEDULES),
+]
 
 
-@pytest.mark.parametrize("name, transfer", GRAPHS)
+@pytest.mark.parametrize("name, settings", GRAPHS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
-def test_schedules_are_valid_and_lanes_cannot_deadlock(name, transfer, micro_batches):
-    graph = build_graph(name, transfer)
+def test_schedules_are_valid_and_lanes_cannot_deadlock(name, settings, micro_batches):
+    graph = build_graph(name, **settings)
     validate(graph)
     check_lanes(graph, micro_batches)
 
 
-def test_evaluation_graph_is_valid():
-    validate(evaluation_graph())
+@pytest.mark.parametrize("fetch", [False, True])
+def test_evaluation_graph_is_valid(fetch):
+    validate(evaluation_graph(fetch))
 
 
-@pytest.mark.parametrize("name, transfer", GRAPHS)
-def test_taking_out_any_hazard_edge_leaves_a_conflict(name, transfer):
-    graph = build_graph(name, transfer)
+@pytest.mark.parametrize("name, settings", GRAPHS)
+def test_taking_out_any_hazard_edge_leaves_a_conflict(name, settings):
+    graph = build_graph(name, **settings)
     for edge in graph.edges:
         if not edge.policy:
             assert conflicts_without_path(graph.without(edge.label)), edge.label

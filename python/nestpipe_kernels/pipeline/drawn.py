@@ -69,7 +69,7 @@ class DrawnBatches:
             gather_all(self._rank, batch, 0)
         elif self._retrieved != batch.index:
             if not self._prefetch:
-                self._scheduler.start_routing(batch)
+                self._start_routing(batch)
             self._start_retrieval(batch)
         return batch
 
@@ -107,7 +107,13 @@ class DrawnBatches:
     def _append(self, batch: BatchState) -> None:
         self.batches.append(batch)
         if self._prefetch:
-            self._scheduler.start_routing(batch)
+            self._start_routing(batch)
+
+    def _start_routing(self, batch: BatchState) -> None:
+        if self._rank.fetch is not None and self._rank.inputs is None:  # capture runs the model, which is this thread's
+            self._scheduler.run_caller("fetch", batch)
+            self._scheduler.run_caller("copy", batch)
+        self._scheduler.start_routing(batch)
 
     def _new_batch(self) -> BatchState:
         index = self._next_index
@@ -203,8 +209,8 @@ class DrawnBatches:
 
 
 def copy_drawn(drawn: BatchState, batch: BatchState) -> None:
-    """What `prefetch` had found, for a batch that is routed again."""
-    batch.raw, batch.size, batch.has_batch, batch.inputs = drawn.raw, drawn.size, drawn.has_batch, drawn.inputs
-    batch.position = drawn.position
-    if drawn.failure is not None and drawn.failure.stage == "prefetch":
+    """What was drawn (and fetched), for a batch that is routed again."""
+    batch.item, batch.raw, batch.size = drawn.item, drawn.raw, drawn.size
+    batch.has_batch, batch.inputs, batch.position = drawn.has_batch, drawn.inputs, drawn.position
+    if drawn.failure is not None and drawn.failure.stage in ("prefetch", "fetch", "copy"):
         batch.failure = drawn.failure

@@ -439,7 +439,9 @@ def _redo(record: Mapping[str, Any], after: RandomState, opened: RandomState | N
 
 
 def _digest(batch: BatchState) -> str | None:
-    return fingerprint(batch.raw) if batch.has_batch and batch.raw is not None else None
+    """Of what the loader gave, where that was a batch with samples or an item to be fetched."""
+    drawn = batch.raw if batch.item is None else batch.item
+    return fingerprint(drawn) if batch.has_batch and drawn is not None else None
 
 
 def _without_states(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from .graph import Graph, Node, Stage, Unrolled
 
 __all__ = ["LaneScheduler", "check_lanes"]
 
-_ROUTING = ("prefetch", "route", "route_keys", "warm")
+_ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "warm")
 _RETRIEVAL = ("retrieve", "gather", "sync")
 _HORIZON = 3
 
@@ -200,6 +200,7 @@ class LaneScheduler:
                     p.stage.kind,
                 )
                 for p in nodes
+                if not events[p.slot].is_set()  # done by the caller
             ]
             self.lanes[lane].submit_all(items)
 

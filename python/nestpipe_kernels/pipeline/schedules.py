@@ -11,7 +11,8 @@ A schedule is three switches, turned into stages and edges; no stage function kn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
 
@@ -187,19 +188,45 @@ def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
     return edges
 
 
-def build_graph(name: str, row_transfer: str = "once") -> Graph:
-    """The stage graph of a schedule; `row_transfer` as in PipelineConfig. Raises ValueError for unknown names."""
+def _with_fetch(stages: Sequence[Stage], edges: Sequence[Edge], ahead: bool) -> tuple[list[Stage], list[Edge]]:
+    """The same with what is drawn fetched and copied before it is routed; `ahead`: before its turn."""
+    first, *others = stages
+    item = tuple(_each("item", writes=True) if a.resource == "batch" else a for a in first.accesses)
+    added = [
+        Stage("fetch", "fetch", "storage", "lookup", accesses=(
+            _each("item"), write("storage"), _each("fetched", writes=True)), cost=Cost("storage", "samples")),
+        Stage("copy", "copy", "copy", "lookup", accesses=(
+            _each("fetched"), _each("batch", writes=True)), cost=Cost("pcie", "batch_bytes")),
+    ]  # fmt: skip
+    new = [
+        Edge("prefetch", "fetch", "the item"),
+        Edge("fetch", "copy", "the batch"),
+        Edge("copy", "route", "the batch"),
+    ]
+    if ahead:
+        new.append(Edge("fetch", "fetch", "one item after another", 1))
+    for edge in edges:
+        if (edge.source, edge.target) != ("prefetch", "route"):
+            new.append(replace(edge, target="fetch") if edge.target == "route" and edge.batches else edge)
+    return [replace(first, accesses=item), *added, *others], new
+
+
+def build_graph(name: str, row_transfer: str = "once", *, fetch: bool = False) -> Graph:
+    """The stage graph of a schedule; `row_transfer` as in PipelineConfig, `fetch`: it has that. Raises ValueError for
+    unknown names."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule, once = SCHEDULES[name], row_transfer == "once"
     stages = _retrieval_stages(schedule) + _window_stages(schedule, once)
     edges = _retrieval_edges(schedule) + _window_edges(schedule, once)
+    if fetch:
+        stages, edges = _with_fetch(stages, edges, schedule.prefetch)
     return Graph(name, tuple(stages), tuple(edges))
 
 
-def evaluation_graph() -> Graph:
-    """Forward only, one batch after another; finds rows and inserts none."""
-    stages = (
+def evaluation_graph(fetch: bool = False) -> Graph:
+    """Forward only, one batch after another; finds rows and inserts none. `fetch`: items are drawn, not batches."""
+    stages: Sequence[Stage] = (
         *(s for s in _retrieval_stages(SCHEDULES["sequential"]) if s.name in ("prefetch", "route", "route_keys")),
         Stage("retrieve", "find", "retrieval", "lookup", lands=("keys.keys",), accesses=(
             _each("key_sizes"), _each("owner_plan", writes=True), read("store.index"))),
@@ -214,7 +241,7 @@ def evaluation_graph() -> Graph:
         Stage("verdict", "check_failures", "caller", "communication", lands=("control",), accesses=(
             _each("loss", writes=True),)),
     )  # fmt: skip
-    edges = (
+    edges: Sequence[Edge] = (
         Edge("prefetch", "route", "the batch"),
         Edge("route", "route_keys", "sizes", across=True),
         Edge("route_keys", "retrieve", "keys", across=True),
@@ -226,4 +253,6 @@ def evaluation_graph() -> Graph:
         Edge("commit", "verdict", "flags of all ranks", across=True),
         Edge("verdict", "prefetch", "one batch after another", 1),
     )
-    return Graph(EVALUATION, stages, edges)
+    if fetch:
+        stages, edges = _with_fetch(stages, edges, ahead=False)
+    return Graph(EVALUATION, tuple(stages), tuple(edges))

@@ -99,7 +99,7 @@ class NestedPipeline:
         _warn_if_alone(communicator)
         bindings = bind_stores(modules)
         tiers = any(binding.store.tier is not None for binding in bindings)
-        graph = _valid_graph(config.schedule, config.row_transfer, tiers)
+        graph = _valid_graph(config.schedule, config.row_transfer, config.fetch is not None, tiers)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
@@ -121,6 +121,7 @@ class NestedPipeline:
             dense_parameters=dense,
             capture=self._capture,
             split_batch=config.split_batch,
+            fetch=config.fetch,
         )
         clock = agree(self.rank, config)
         share_dense(self.rank, model)
@@ -132,7 +133,7 @@ class NestedPipeline:
         self._scheduler = LaneScheduler(
             graph, self.rank, self.rank.num_micro_batches, self.timeline, config.timeout_s + 30.0
         )
-        self._evaluation = Unrolled(evaluation_graph(), 1, self.rank.num_micro_batches)
+        self._evaluation = Unrolled(evaluation_graph(config.fetch is not None), 1, self.rank.num_micro_batches)
         self._choice = self._new_choice()
         self._lowered = LoweredThreads()
         self._statistics = running_statistics(model)
@@ -583,9 +584,9 @@ class _BatchFailed(Exception):
 
 
 @functools.cache
-def _valid_graph(schedule: str, row_transfer: str, tiers: bool) -> Graph:
+def _valid_graph(schedule: str, row_transfer: str, fetch: bool, tiers: bool) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
-    graph = build_graph(schedule, row_transfer)
+    graph = build_graph(schedule, row_transfer, fetch=fetch)
     if tiers:
         graph = with_warming(graph)
     validate(graph)

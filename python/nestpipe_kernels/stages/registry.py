@@ -16,6 +16,8 @@ StageFunction = Callable[[RankState, BatchState, int], None]
 STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "begin": commit.begin,
     "prefetch": routing.prefetch,
+    "fetch": routing.fetch,
+    "copy": routing.copy,
     "route": routing.route,
     "route_keys": routing.exchange_keys,
     "warm": retrieval.warm,

@@ -1,4 +1,4 @@
-"""Stages 1-3: the next batch, its micro-batches and their keys, and the exchange of keys."""
+"""Stages 1-3: the next batch, fetched and copied, its micro-batches and their keys, and the exchange of keys."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
 from .state import BatchState, Inputs, MicroBatch, OwnerKeys, RankState, StorePlan
 
-__all__ = ["announce", "concat_keys", "exchange_keys", "merge_sources", "plan_keys", "prefetch", "route"]
+__all__ = [
+    "announce",
+    "concat_keys",
+    "copy",
+    "exchange_keys",
+    "fetch",
+    "merge_sources",
+    "plan_keys",
+    "prefetch",
+    "route",
+]
 
 
 def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Draw the next batch and copy it: the loader and the caller may reuse their tensors at once."""
-    from ..capture.split import batch_size_of, split
+    """Draw the next batch and copy it: the loader and the caller may reuse their tensors at once.
 
+    Where what comes is no batch yet, it is only kept, and `fetch` and `copy` do the rest.
+    """
     source = rank.source
     if source is None or source.exhausted:
         return
@@ -38,14 +49,41 @@ def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
         except StopIteration:
             source.exhausted = True
             return
-        batch.size = batch_size_of(raw)
-        if batch.size:
-            whole = torch.arange(batch.size)
-            batch.raw = split(raw, [whole], rank.split_batch)[0]
-            if rank.inputs is None and rank.capture is not None:
-                rank.inputs = rank.capture(batch.raw)
+        if rank.fetch is not None:
+            batch.item = (raw,)
+        else:
+            _take(rank, batch, raw, own=False)
         batch.has_batch = True
     batch.inputs = rank.inputs
+
+
+def fetch(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Turn what was drawn into a batch, unless that was done before."""
+    if batch.has_batch and batch.raw is None and batch.failure is None:
+        assert rank.fetch is not None and batch.item is not None
+        with batch.guard(rank.communicator.rank, "fetch"):
+            batch.raw = rank.fetch(batch.item[0])
+
+
+def copy(rank: RankState, batch: BatchState, micro: int) -> None:
+    """Bring what was fetched to the device; on a CPU it is there."""
+    if batch.has_batch and batch.failure is None:
+        with batch.guard(rank.communicator.rank, "copy"):
+            _take(rank, batch, batch.raw, own=True)
+    batch.inputs = rank.inputs
+
+
+def _take(rank: RankState, batch: BatchState, raw: Any, own: bool) -> None:
+    """Note a batch and its size; `own`: nobody else writes its tensors. The first one with samples is captured: on the
+    thread that runs the model, whoever calls this."""
+    from ..capture.split import batch_size_of, split
+
+    batch.size = batch_size_of(raw)
+    if not batch.size:
+        return
+    batch.raw = raw if own else split(raw, [torch.arange(batch.size)], rank.split_batch)[0]
+    if rank.inputs is None and rank.capture is not None:
+        rank.inputs = rank.capture(batch.raw)
 
 
 def route(rank: RankState, batch: BatchState, micro: int) -> None:

@@ -124,6 +124,8 @@ class RankState:
     inputs: Inputs | None = None
     capture: Callable[[Any], Inputs] | None = None
     split_batch: Callable[[Any, list[Any]], list[Any]] | None = None
+    fetch: Callable[[Any], Any] | None = None
+    """What the source gives -> a batch; None: it gives batches."""
     source: Source | None = None
     """Where `prefetch` draws from."""
     on_write_back: list[RowHook] = field(default_factory=list)
@@ -273,6 +275,8 @@ class BatchState:
     """Prefix of its collectives' names, the same on all ranks."""
     clock: int = 0
     """Batches that counted before this one: what `last_used` of its rows becomes."""
+    item: tuple[Any] | None = None
+    """What was drawn, where it is no batch yet."""
     raw: Any = None
     size: int = 0
     has_batch: bool = False

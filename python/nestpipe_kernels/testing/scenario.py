@@ -8,7 +8,7 @@ A Scenario makes the ranks of a run afresh as often as one likes: for the explor
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ class Scenario:
         uneven: ranks end at different batches and have differently many samples, sometimes none.
         row_transfer, row_wire, gradient_wire, clustering, nan_policy: as in PipelineConfig.
         weight_loss: the model returns weights.
+        fetch: the loader gives items, which are made batches one after another, away from the generator.
     """
 
     world_size: int = 2
@@ -123,6 +124,7 @@ class Scenario:
     weight_loss: bool = False
     weighted: bool = False
     noise: bool = True
+    fetch: bool = False
     seed: int = 0
     bad_labels: float = 0.0
     """Chance of a label whose gradient is not finite; the oracle knows nan_policy="skip_row" alone."""
@@ -154,16 +156,30 @@ class Scenario:
 
     def loader(self, rank: int, generator: torch.Generator | None) -> Iterator[ScenarioBatch]:
         """A rank's batches; draws from the generator when a batch is drawn."""
-        chance, mischief = (random.Random(self.seed * 9176 + rank + salt) for salt in (0, 41))
+        yield from map(self.fetcher(rank), self.items(rank, generator))
+
+    def source(self, rank: int, generator: torch.Generator | None) -> Iterator[Any]:
+        """What a rank's pipeline draws from: batches, or items where there is a `fetch`."""
+        return self.items(rank, generator) if self.fetch else self.loader(rank, generator)
+
+    def items(self, rank: int, generator: torch.Generator | None) -> Iterator[Any]:
+        """What batches are made of: their size, and noise from the generator."""
         for size in self.sizes(rank):
+            yield size, torch.rand(size, generator=generator) if generator is not None else torch.zeros(size)
+
+    def fetcher(self, rank: int) -> Callable[[Any], ScenarioBatch]:
+        """Item -> batch; it has a state, so the order of its calls matters."""
+        chance, mischief = (random.Random(self.seed * 9176 + rank + salt) for salt in (0, 41))
+
+        def fetch(item: Any) -> ScenarioBatch:
+            size, extra = item
             lengths = [[chance.choice((0, 1, 1, 2, 3)) for _ in range(size)] for _ in self.feature_names]
             total = sum(map(sum, lengths))
             keys = [min(chance.randrange(self.num_keys), chance.randrange(self.num_keys)) for _ in range(total)]
-            extra = torch.rand(size, generator=generator) if generator is not None else torch.zeros(size)
             dense = torch.tensor([[chance.uniform(-1, 1), chance.uniform(-1, 1)] for _ in range(size)]).view(size, 2)
             bad = [float("inf") if mischief.random() < self.bad_labels else 0.0 for _ in range(size)]
             weights = torch.tensor([chance.uniform(-1, 1) for _ in range(total)]) if self.weighted else None
-            yield ScenarioBatch(
+            return ScenarioBatch(
                 KeyedJaggedTensor(
                     self.feature_names,
                     torch.tensor(keys, dtype=torch.int64),
@@ -174,6 +190,8 @@ class Scenario:
                 dense,
                 extra + torch.tensor([chance.uniform(-1, 1) for _ in range(size)]) + torch.tensor(bad),
             )
+
+        return fetch
 
     # -------------------------------------------------------------------------------------------- models
 
@@ -229,7 +247,8 @@ class Scenario:
                     dense_optimizer=self.dense_optimizer(model),
                     dense_parameters=[(n, p) for n, p in model.named_parameters() if p.requires_grad],
                     inputs=_SparseField(),
-                    source=Source(self.loader(r, generator)),
+                    fetch=self.fetcher(r) if self.fetch else None,
+                    source=Source(self.source(r, generator)),
                 )
             )
         return made

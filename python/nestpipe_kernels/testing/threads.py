@@ -75,8 +75,9 @@ def run_scenario(scenario: Scenario, schedule: str) -> Outcome:
         generator = scenario.generator(rank)
         model = scenario.model(communicator, generator)
         config = scenario_config(scenario, schedule)
+        config.fetch = scenario.fetcher(rank) if scenario.fetch else None
         with NestedPipeline(model, scenario.dense_optimizer(model), config=config) as pipeline:
-            losses = [float(step.loss) for step in pipeline.run(scenario.loader(rank, generator))]
+            losses = [float(step.loss) for step in pipeline.run(scenario.source(rank, generator))]
             return read_pipeline(pipeline, losses)
 
     parts = run_ranks_as_threads(scenario.world_size, body)
