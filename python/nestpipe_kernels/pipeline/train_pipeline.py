@@ -351,7 +351,7 @@ class NestedPipeline:
         self._drawn.park()
         self.rank.num_micro_batches = number
         self._scheduler.set_micro_batches(number)
-        self._evaluation = Unrolled(evaluation_graph(), 1, number)
+        self._evaluation = Unrolled(evaluation_graph(self.rank.fetch is not None), 1, number)
 
     def _train(self, iterator: Iterator[Any]) -> Step:
         scheduler, drawn = self._scheduler, self._drawn
