@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import optim as optim
     from . import policy as policy
+    from .comm import SparseGroups
     from .config import PipelineConfig
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -37,6 +38,7 @@ __all__ = [
     "NestedPipeline",
     "PipelineConfig",
     "PoolingType",
+    "SparseGroups",
     "StepCounters",
     "__version__",
     "checkpoint",
@@ -66,6 +68,7 @@ _HOMES = {
     "NestedPipeline": "pipeline.train_pipeline",
     "PipelineConfig": "config",
     "PoolingType": "types",
+    "SparseGroups": "comm",
     "StepCounters": "pipeline.counters",
 }
 _SUBMODULES = ("checkpoint", "errors", "init", "jagged", "nn", "optim", "policy")

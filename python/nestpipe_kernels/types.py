@@ -30,6 +30,7 @@ __all__ = [
     "SparseOptimizer",
     "StoreKeys",
     "TableSpec",
+    "TouchedRows",
 ]
 
 UNBOUNDED = -1
@@ -221,6 +222,20 @@ class Retrieval:
     """Opaque; `store.undo(retrieval)` restores metadata and removes inserted keys (newest retrieval first)."""
 
 
+@dataclass
+class TouchedRows:
+    """Rows whose copies in the sparse groups may differ: looked up since copies were last averaged."""
+
+    keys: Tensor
+    """int64 [n]"""
+    tables: Tensor
+    """int32 [n]"""
+    handles: Tensor
+    """int64 [n]"""
+    removals: int
+    """`RowStore.removals` when the handles were noted."""
+
+
 class RowStore(Protocol):
     """The rows that one rank owns of a group of tables with the same dim, dtype and optimizer.
 
@@ -245,6 +260,13 @@ class RowStore(Protocol):
     """int64 [T], the tables' seeds, modulo 2^64."""
     tier: Any
     """A FileTier if rows lie in a file: then it pays to `warm` them; else None."""
+    touched: TouchedRows | None
+    """Noted by who averages copies of the tables (stages/replicas); None: all copies are alike."""
+
+    @property
+    def removals(self) -> int:
+        """How often keys were removed from outside (erased, cleared), since handles may mean other rows then."""
+        ...
 
     @property
     def last_batch(self) -> int:
@@ -341,6 +363,11 @@ class EmbeddingModule(Protocol):
     @property
     def communicator(self) -> Any:
         """The comm.Communicator that the module's rows are sharded over."""
+        ...
+
+    @property
+    def sparse_groups(self) -> Any:
+        """The comm.SparseGroups that say how many copies of the rows there are."""
         ...
 
     def row_stores(self) -> Sequence[RowStore]: ...

@@ -9,6 +9,7 @@ from nestpipe_kernels.comm.communicator import (
 )
 from nestpipe_kernels.comm.gloo import GlooCommunicator
 from nestpipe_kernels.comm.memory import InMemoryWorld
+from nestpipe_kernels.comm.topology import SparseGroups, Topology
 
 __all__ = [
     "PURPOSES",
@@ -16,6 +17,8 @@ __all__ = [
     "GlooCommunicator",
     "InMemoryWorld",
     "LocalCommunicator",
+    "SparseGroups",
+    "Topology",
     "communicator_for",
     "exchange_same",
 ]

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from nestpipe_kernels.comm.checks import PURPOSES
+from nestpipe_kernels.comm.checks import KINDS
 
 __all__ = ["LINK", "OWN", "SECONDARY", "Board", "Note", "PageView", "WaitingStage", "shared_memory"]
 
@@ -97,7 +97,7 @@ class Board:
         self._thread.slot = 0
 
     def posted(self, purpose: int, count: int) -> None:
-        """This rank has posted `count` exchanges of a purpose (its index in PURPOSES)."""
+        """This rank has posted `count` exchanges of a purpose (its index in KINDS)."""
         _COUNT.pack_into(self._memory, self._base + _POSTED_AT + 8 * purpose, count)
 
     def begin_wait(self, purpose: int, number: int) -> None:
@@ -147,7 +147,7 @@ class Board:
         if kind:
             text = page[_NOTE.size : _NOTE.size + min(max(length, 0), _NOTE_BYTES)]
             note = Note(kind, time_ns, text.decode(errors="replace"))
-        view = PageView(note, [_COUNT.unpack_from(page, _POSTED_AT + 8 * k)[0] for k in range(len(PURPOSES))])
+        view = PageView(note, [_COUNT.unpack_from(page, _POSTED_AT + 8 * k)[0] for k in range(len(KINDS))])
         found = []
         for k in range(_NUM_SLOTS):
             at = _SLOTS_AT + k * _SLOT_BYTES

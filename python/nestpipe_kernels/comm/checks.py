@@ -8,16 +8,42 @@ from torch import Tensor
 
 from nestpipe_kernels.errors import CommunicationError
 
-__all__ = ["PURPOSES", "check_all_to_all", "check_purpose", "count_mismatch"]
+__all__ = [
+    "KINDS",
+    "PARTS",
+    "PART_PURPOSES",
+    "PURPOSES",
+    "check_all_to_all",
+    "check_purpose",
+    "count_mismatch",
+    "own_part",
+]
 
 PURPOSES = ("keys", "rows", "grads", "dense", "control")
 """What groups are for; each has its own queue of collectives, so one never waits behind another."""
+
+PARTS = ("group", "replica")
+"""What a communicator can be split into: ranks that share a copy of the tables, and ranks that own the same shard."""
+
+PART_PURPOSES = ("keys", "rows", "grads")
+"""What groups of a part are for."""
+
+KINDS = (*PURPOSES, *(f"{part}_{purpose}" for part in PARTS for purpose in PART_PURPOSES))
+"""Every kind of exchange, as messages call it."""
 
 
 def check_purpose(purpose: str) -> None:
     """Raises ValueError for a name that is not in PURPOSES."""
     if purpose not in PURPOSES:
         raise ValueError(f"comm: unknown purpose {purpose!r}; expected one of {', '.join(PURPOSES)}")
+
+
+def own_part(parts: Sequence[Sequence[int]], rank: int, size: int) -> tuple[list[int], int]:
+    """The part with `rank` in it, and its position there. Raises ValueError if parts do not hold each rank once."""
+    if sorted(r for part in parts for r in part) != list(range(size)):
+        raise ValueError(f"comm: split: parts must hold each of the {size} ranks once, got {[list(p) for p in parts]}")
+    own = next(list(part) for part in parts if rank in part)
+    return own, own.index(rank)
 
 
 def check_all_to_all(

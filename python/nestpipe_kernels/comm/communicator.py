@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose
+from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose, own_part
 from nestpipe_kernels.errors import CommunicationError
 from nestpipe_kernels.types import Group, Handle
 
@@ -34,6 +34,17 @@ class Communicator(Protocol):
 
     def with_timeout(self, timeout_s: float) -> Communicator:
         """The same ranks with another limit of waits, where the transport has one. Collective the first time."""
+        ...
+
+    def split(self, name: str, parts: Sequence[Sequence[int]]) -> Communicator:
+        """The part of the world that this rank is in, out of parts that hold each rank once; numbered as in the part.
+        It has groups for PART_PURPOSES; `name` is one of PARTS.
+
+        Collective over all ranks the first time, then the same object. It closes with this communicator.
+
+        Raises:
+            ValueError: `parts` do not hold each rank once.
+        """
         ...
 
     def close(self) -> None:
@@ -101,6 +112,11 @@ class LocalCommunicator:
 
     def with_timeout(self, timeout_s: float) -> LocalCommunicator:
         """Itself: nothing here waits."""
+        return self
+
+    def split(self, name: str, parts: Sequence[Sequence[int]]) -> LocalCommunicator:
+        """Itself: there is one rank."""
+        own_part(parts, 0, 1)
         return self
 
     def close(self) -> None:

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe_kernels.comm.board import OWN, SECONDARY, Board
-from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose
+from nestpipe_kernels.comm.checks import KINDS, PURPOSES, check_all_to_all, check_purpose
 from nestpipe_kernels.comm.peers import PeerProcesses
 from nestpipe_kernels.errors import CommunicationError
 
 if TYPE_CHECKING:
     from nestpipe_kernels.comm.communicator import Communicator
+    from nestpipe_kernels.comm.gloo_part import GlooPart
 
 __all__ = ["GlooCommunicator", "GlooGroup", "GlooHandle"]
 
@@ -64,10 +65,12 @@ class GlooCommunicator:
         self.timeout_s = timeout_s
         self.closed = False
         ranks = dist.get_process_group_ranks(parent)
+        self.name = f"rank {self.rank} of {self.size}"
         self._peers: PeerProcesses | None = None
         self.board: Board | None = None
         """Where peers of this machine see what this rank is doing."""
         self._groups: dict[str, GlooGroup] = {}
+        self._parts: dict[tuple[str, tuple[tuple[int, ...], ...]], Communicator] = {}
         limit = timedelta(seconds=timeout_s)
         # Outside the default group only the members take part in making groups, which then get names from their ranks.
         local = parent is not dist.group.WORLD
@@ -98,11 +101,29 @@ class GlooCommunicator:
             raise CommunicationError("comm: the process group of this communicator is gone")
         return self if timeout_s == self.timeout_s else communicator_for(parent, timeout_s)
 
+    def label(self, purpose: str) -> str:
+        """What messages call a purpose."""
+        return purpose
+
+    def split(self, name: str, parts: Sequence[Sequence[int]]) -> Communicator:
+        """Groups over a part of the ranks; every rank of the world calls it, whatever part it is in."""
+        from nestpipe_kernels.comm.gloo_part import make_part
+
+        key = (name, tuple(tuple(part) for part in parts))
+        if key not in self._parts:
+            parent = self._parent()
+            if parent is None:
+                raise CommunicationError("comm: the process group of this communicator is gone")
+            self._parts[key] = make_part(self, parent, *key)
+        return self._parts[key]
+
     def close(self) -> None:
         """Destroy this rank's groups: peers that wait for it get CommunicationError. Idempotent; not collective."""
         if self.closed:
             return
         self.closed = True
+        for part in self._parts.values():
+            part.close()
         for group in self._groups.values():
             group.destroy()
 
@@ -110,7 +131,7 @@ class GlooCommunicator:
         """Which rank is the cause of a failed exchange, as the end of a message; best effort.
 
         Args:
-            purpose, number: its index in PURPOSES, and its number among the exchanges of that purpose.
+            purpose, number: its index in KINDS, and its number among the exchanges of that purpose.
             silent: ranks that nothing came from, as far as known.
         """
         return "" if self._peers is None else self._peers.describe_cause(purpose, number, silent)
@@ -125,14 +146,16 @@ class GlooCommunicator:
 class GlooGroup:
     """One purpose of one rank over gloo."""
 
-    def __init__(self, communicator: GlooCommunicator, purpose: str, process_group: Any) -> None:
+    def __init__(self, communicator: GlooCommunicator | GlooPart, purpose: str, process_group: Any) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self.process_group = process_group
         self._communicator = weakref.proxy(communicator)
         self._timeout_s = communicator.timeout_s
         self._purpose = purpose
-        self.kind = PURPOSES.index(purpose)
+        self._label = communicator.label(purpose)
+        self.kind = KINDS.index(self._label)
+        self._name = communicator.name
         self._posted = 0
         """Exchanges so far: what matches a send with its receive."""
 
@@ -140,7 +163,7 @@ class GlooGroup:
     def board(self) -> Board | None:
         """The communicator's board; None before it is set up, and once the communicator is gone."""
         try:
-            communicator: GlooCommunicator = self._communicator
+            communicator: GlooCommunicator | GlooPart = self._communicator
             return communicator.board
         except ReferenceError:
             return None
@@ -159,10 +182,10 @@ class GlooGroup:
             ValueError: see `comm.checks.check_all_to_all`.
             CommunicationError: the group is closed or a peer is already known to be gone.
         """
-        where = f"{self._purpose} exchange {tag!r}"
+        where = f"{self._label} exchange {tag!r}"
         check_all_to_all(where, self.rank, self.size, send, send_counts, receive_counts, out)
         if self.process_group is None:
-            raise CommunicationError(f"{where}: this communicator (rank {self.rank}) is closed")
+            raise CommunicationError(f"{where}: this communicator ({self._name}) is closed")
         rows = send.detach().contiguous()
         if out is None:
             out = torch.empty((sum(receive_counts), *rows.shape[1:]), dtype=rows.dtype)
@@ -198,8 +221,8 @@ class GlooGroup:
         except ReferenceError:
             cause = ""
         return CommunicationError(
-            f"{self._purpose} exchange {tag!r}: rank {self.rank} of {self.size} got no answer after {waited_s:.1f} s"
-            f"{cause}: {first_line(error)}"
+            f"{self._label} exchange {tag!r}: {self._name} got no answer after {waited_s:.1f} s{cause}: "
+            f"{first_line(error)}"
         )
 
     def destroy(self) -> None:

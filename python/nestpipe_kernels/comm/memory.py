@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose, count_mismatch
+from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpose, count_mismatch, own_part
 from nestpipe_kernels.errors import CommunicationError
 
 __all__ = ["InMemoryCommunicator", "InMemoryGroup", "InMemoryHandle", "InMemoryWorld"]
@@ -53,12 +53,15 @@ class InMemoryWorld:
         if size < 1:
             raise ValueError(f"comm: size must be >= 1, got {size}")
         self.size = size
+        self.names: Sequence[int] = range(size)
+        """What ranks are called in messages."""
         self.timeout_s = timeout_s
         self.late_read = late_read
         self._changed = threading.Condition(threading.Lock())
         self._exchanges: dict[tuple[str, str], deque[_Exchange]] = {}
         self._gone: dict[int, str] = {}
         self._communicators = [InMemoryCommunicator(self, rank) for rank in range(size)]
+        self._parts: dict[tuple[str, tuple[int, ...]], InMemoryWorld] = {}
 
     def communicator(self, rank: int) -> InMemoryCommunicator:
         """The communicator of one rank; the same object every time."""
@@ -72,11 +75,28 @@ class InMemoryWorld:
         with self._changed:
             self._gone.setdefault(rank, message)
             self._changed.notify_all()
+            parts = [(part, ranks.index(rank)) for (_, ranks), part in self._parts.items() if rank in ranks]
+        for part, index in parts:
+            part.fail(index, message)
+
+    def part(self, name: str, ranks: Sequence[int]) -> InMemoryWorld:
+        """The world of some of the ranks, numbered as given; the same object for the same name and ranks."""
+        key = name, tuple(ranks)
+        with self._changed:
+            found = self._parts.get(key)
+            if found is None:
+                found = self._parts[key] = InMemoryWorld(len(ranks), self.timeout_s, self.late_read)
+                found.names = [self.names[rank] for rank in ranks]
+            gone = [(index, self._gone[rank]) for index, rank in enumerate(ranks) if rank in self._gone]
+        for index, message in gone:
+            found.fail(index, message)
+        return found
 
     def pending(self) -> list[tuple[str, str]]:
         """(purpose, tag) of the exchanges that some rank has posted and not all have taken."""
         with self._changed:
-            return sorted(self._exchanges)
+            own, parts = list(self._exchanges), list(self._parts.values())
+        return sorted([*own, *(one for part in parts for one in part.pending())])
 
     # ------------------------------------------------------------------------------------- used by the groups
 
@@ -84,7 +104,9 @@ class InMemoryWorld:
         """Put one rank's rows where its peers find them."""
         with self._changed:
             if rank in self._gone:
-                raise CommunicationError(f"{purpose} exchange {tag!r}: this rank ({rank}) is gone: {self._gone[rank]}")
+                raise CommunicationError(
+                    f"{purpose} exchange {tag!r}: this rank ({self.names[rank]}) is gone: {self._gone[rank]}"
+                )
             rounds = self._exchanges.setdefault((purpose, tag), deque())
             exchange = next((one for one in rounds if rank not in one.posts), None)
             if exchange is None:
@@ -108,14 +130,15 @@ class InMemoryWorld:
                 gone = next((peer for peer in missing if peer in self._gone), None)
                 if gone is not None:
                     raise CommunicationError(
-                        f"{purpose} exchange {tag!r}: rank {rank} waits for rank {gone}, which is gone: "
-                        f"{self._gone[gone]}"
+                        f"{purpose} exchange {tag!r}: rank {self.names[rank]} waits for rank {self.names[gone]}, "
+                        f"which is gone: {self._gone[gone]}"
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    who = ", ".join(str(self.names[peer]) for peer in missing)
                     raise CommunicationError(
-                        f"{purpose} exchange {tag!r}: rank {rank} waited {timeout_s:g} s for "
-                        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}, nothing posted"
+                        f"{purpose} exchange {tag!r}: rank {self.names[rank]} waited {timeout_s:g} s for "
+                        f"rank{'s' if len(missing) > 1 else ''} {who}, nothing posted"
                     )
                 self._changed.wait(left)
 
@@ -154,6 +177,11 @@ class InMemoryCommunicator:
     def with_timeout(self, timeout_s: float) -> InMemoryCommunicator:
         """Itself: the limit is the world's."""
         return self
+
+    def split(self, name: str, parts: Sequence[Sequence[int]]) -> InMemoryCommunicator:
+        """This rank in the world of its part."""
+        ranks, index = own_part(parts, self.rank, self.size)
+        return self._world.part(name, ranks).communicator(index)
 
     def close(self) -> None:
         """Leave: peers that wait for what this rank has not posted get CommunicationError. Idempotent."""

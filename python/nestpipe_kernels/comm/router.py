@@ -23,7 +23,7 @@ from ..ops.bucketize import bucketize
 from ..ops.dedup import dedup
 from ..ops.owners import owners
 
-__all__ = ["KeyLists", "SourceKeys", "Transfer", "pack", "route_keys", "transfers", "unpack"]
+__all__ = ["KeyLists", "SourceKeys", "Transfer", "pack", "part_of", "route_keys", "transfers", "unpack"]
 
 _COUNT_BITS, _MICRO_BITS, _TABLE_BITS = 24, 12, 15
 
@@ -149,6 +149,13 @@ def transfers(lists: KeyLists, num_micro: int) -> tuple[list[Transfer], list[Tra
             both.append(Transfer(positions, torch.bincount(peers[positions], minlength=world).tolist()))
         return both, both
     return _grouped(lists.first, peers, num_micro, world), _grouped(lists.last, peers, num_micro, world)
+
+
+def part_of(transfer: Transfer, peers: slice) -> Transfer:
+    """What of a transfer goes to, or comes from, some consecutive peers."""
+    start = sum(transfer.per_peer[: peers.start])
+    per_peer = transfer.per_peer[peers]
+    return Transfer(transfer.positions[start : start + sum(per_peer)], per_peer)
 
 
 def _grouped(micro: Tensor, peers: Tensor, num_micro: int, world: int) -> list[Transfer]:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from nestpipe_kernels.comm import Communicator, communicator_for
+from nestpipe_kernels.comm import Communicator, SparseGroups, Topology, communicator_for
+from nestpipe_kernels.comm.topology import checked_groups
 from nestpipe_kernels.nn.configs import TableConfig, check_tables
 from nestpipe_kernels.nn.layout import Layout, make_layout
 from nestpipe_kernels.nn.optimizers import resolve_optimizers
@@ -75,6 +76,7 @@ class Collection(nn.Module):
         optimizer: SparseOptimizer | None,
         seed: int,
         process_group: Any,
+        sparse_groups: SparseGroups | int = 1,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -87,6 +89,7 @@ class Collection(nn.Module):
         self._configs = list(tables)
         self.seed = seed
         self.process_group = process_group
+        self._sparse_groups = checked_groups(sparse_groups, owner)
         self.lookup_context = None
         self.before_outside_access = None
         optimizers = resolve_optimizers(self._configs, optimizer, owner)
@@ -94,12 +97,19 @@ class Collection(nn.Module):
         self._features = self._layout.features
         self._sparse: SparseTables | None = None
         views: Any
+        if optimizers is None and self._sparse_groups.count > 1:
+            raise ValueError(
+                f"{owner}: sparse_groups={self._sparse_groups.count} needs an optimizer; without one the tables are "
+                "parameters, whole on every rank"
+            )
+        if self._sparse_groups.count > 1:
+            Topology(self.communicator, self._sparse_groups)  # raises if the ranks do not form such groups
         if optimizers is None:
             views = nn.ModuleDict(
                 {c.name: make_parameter_table(initial_weight(c, seed), c.trainable) for c in self._configs}
             )
         else:
-            self._sparse = SparseTables(self._layout, seed, process_group, self._outside_access)
+            self._sparse = SparseTables(self._layout, seed, process_group, self._sparse_groups, self._outside_access)
             views = _TableViews(self._sparse)
         setattr(self, self._tables_attribute, views)
 
@@ -114,6 +124,11 @@ class Collection(nn.Module):
     def communicator(self) -> Communicator:
         """This rank's exchanges with the ranks that share the tables. Collective on first use of a process group."""
         return communicator_for(self.process_group)
+
+    @property
+    def sparse_groups(self) -> SparseGroups:
+        """How many copies of the tables there are among the ranks, and how they stay alike."""
+        return self._sparse_groups
 
     @property
     def sparse_optimizer(self) -> SparseOptimizerGroup:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.jagged import KeyedTensor
 from nestpipe_kernels.nn.collection import Collection
 from nestpipe_kernels.nn.configs import EmbeddingBagConfig
@@ -33,6 +34,8 @@ class EmbeddingBagCollection(Collection):
         seed: with the table's name and the key, determines a row's initial value.
         process_group: torch.distributed group of the ranks that share the tables; None for the default group, or for
             one process if torch.distributed is not initialised.
+        sparse_groups: copies of the tables among the ranks (2D sparse parallelism): rows then travel inside groups of
+            ranks that hold a copy each. A number of groups, or `nk.SparseGroups`; the same in all modules of a model.
 
     Raises:
         TypeError, ValueError: settings that are wrong or contradict each other, before anything is allocated.
@@ -51,6 +54,7 @@ class EmbeddingBagCollection(Collection):
         optimizer: SparseOptimizer | None = None,
         seed: int = 0,
         process_group: Any = None,
+        sparse_groups: SparseGroups | int = 1,
     ) -> None:
         for config in tables if is_weighted else ():
             if isinstance(config, EmbeddingBagConfig) and config.pooling is not PoolingType.SUM:
@@ -58,7 +62,7 @@ class EmbeddingBagCollection(Collection):
                     f"EmbeddingBagCollection: is_weighted needs pooling SUM, but table {config.name!r} "
                     f"has {config.pooling.value}; put it in a collection without weights"
                 )
-        super().__init__(tables, device, optimizer, seed, process_group)
+        super().__init__(tables, device, optimizer, seed, process_group, sparse_groups)
         self._is_weighted = is_weighted
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.jagged import JaggedTensor
 from nestpipe_kernels.nn.collection import Collection
 from nestpipe_kernels.nn.configs import EmbeddingConfig, embedding_names
@@ -33,6 +34,8 @@ class EmbeddingCollection(Collection):
         seed: with the table's name and the key, determines a row's initial value.
         process_group: torch.distributed group of the ranks that share the tables; None for the default group, or for
             one process if torch.distributed is not initialised.
+        sparse_groups: copies of the tables among the ranks (2D sparse parallelism): rows then travel inside groups of
+            ranks that hold a copy each. A number of groups, or `nk.SparseGroups`; the same in all modules of a model.
 
     Raises:
         TypeError, ValueError: settings that are wrong or contradict each other, before anything is allocated.
@@ -51,8 +54,9 @@ class EmbeddingCollection(Collection):
         optimizer: SparseOptimizer | None = None,
         seed: int = 0,
         process_group: Any = None,
+        sparse_groups: SparseGroups | int = 1,
     ) -> None:
-        super().__init__(tables, device, optimizer, seed, process_group)
+        super().__init__(tables, device, optimizer, seed, process_group, sparse_groups)
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe_kernels.comm import communicator_for
+from nestpipe_kernels.comm import SparseGroups, Topology, communicator_for
 from nestpipe_kernels.nn.weights import pieces, read_embeddings
 from nestpipe_kernels.ops.owners import default_slice_owner, owners
 from nestpipe_kernels.types import RowStore
@@ -15,36 +15,41 @@ from nestpipe_kernels.types import RowStore
 __all__ = ["all_rows", "owned_keys", "rank_quota"]
 
 
-def rank_quota(capacity: int | None, process_group: Any) -> int | None:
-    """This rank's share of a table's capacity; shares of all ranks sum to it."""
+def rank_quota(capacity: int | None, process_group: Any, sparse_groups: SparseGroups) -> int | None:
+    """This rank's share of a table's capacity; shares of all ranks of a sparse group sum to it."""
     if capacity is None:
         return None
-    communicator = communicator_for(process_group)
-    return capacity // communicator.size + (communicator.rank < capacity % communicator.size)
+    topology = Topology(communicator_for(process_group), sparse_groups)
+    return capacity // topology.num_shards + (topology.shard < capacity % topology.num_shards)
 
 
-def owned_keys(store: RowStore, table: int, num_embeddings: int, process_group: Any) -> Tensor:
+def owned_keys(
+    store: RowStore, table: int, num_embeddings: int, process_group: Any, sparse_groups: SparseGroups
+) -> Tensor:
     """int64 [m]: the ids of a fixed vocabulary that this rank owns, ascending."""
-    communicator = communicator_for(process_group)
+    topology = Topology(communicator_for(process_group), sparse_groups)
     keys = torch.arange(num_embeddings)
-    if communicator.size == 1:
+    if topology.num_shards == 1:
         return keys
-    return keys[_owners(store, table, keys, communicator.size) == communicator.rank]
+    return keys[_owners(store, table, keys, topology.num_shards) == topology.shard]
 
 
-def all_rows(store: RowStore, table: int, num_embeddings: int, process_group: Any) -> Tensor:
-    """float32 [num_embeddings, dim]: every id's embedding, from the rank that owns it.
+def all_rows(
+    store: RowStore, table: int, num_embeddings: int, process_group: Any, sparse_groups: SparseGroups
+) -> Tensor:
+    """float32 [num_embeddings, dim]: every id's embedding, from the rank of the first sparse group that owns it.
 
     Collective over `process_group` if it has several ranks: all of them must ask for the same tables in the same order.
     """
     communicator = communicator_for(process_group)
     if communicator.size == 1:
         return read_embeddings(store, table, torch.arange(num_embeddings))
+    topology = Topology(communicator, sparse_groups)
     group = communicator.group("control")
     weight = torch.empty(num_embeddings, store.dim, dtype=torch.float32)
     for start, stop in pieces(num_embeddings):
         keys = torch.arange(start, stop)
-        owner = _owners(store, table, keys, communicator.size)
+        owner = _owners(store, table, keys, topology.num_shards)
         by_rank = torch.argsort(owner, stable=True)
         per_rank = torch.bincount(owner, minlength=communicator.size).tolist()
         mine = read_embeddings(store, table, keys[owner == communicator.rank])

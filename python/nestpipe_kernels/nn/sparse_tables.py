@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.nn.configs import TableConfig
 from nestpipe_kernels.nn.layout import Layout, StoreGroup
 from nestpipe_kernels.nn.optimizers import initial_values
@@ -100,8 +101,16 @@ class TableStore:
 class SparseTables:
     """Stores, learning rates and whole-table access of one collection."""
 
-    def __init__(self, layout: Layout, seed: int, process_group: Any, before_access: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        seed: int,
+        process_group: Any,
+        sparse_groups: SparseGroups,
+        before_access: Callable[[], None],
+    ) -> None:
         self.layout = layout
+        self._sparse_groups = sparse_groups
         self._before_access = before_access
         self._seed = seed
         self._process_group = process_group
@@ -135,7 +144,7 @@ class SparseTables:
             row_bytes = _make_store([TableSpec("row", UNBOUNDED, None, 0)], group, None).row_floats * 4
         capacities = [rows_within(config, row_bytes) for config in group.tables]
         return [
-            replace(spec, capacity=rank_quota(capacity, self._process_group))
+            replace(spec, capacity=rank_quota(capacity, self._process_group, self._sparse_groups))
             for spec, capacity in zip(specs, capacities, strict=True)
         ]
 
@@ -165,7 +174,7 @@ class SparseTables:
         config = self._fixed(name, "weight and state_dict do")
         store, table = self.place(name)
         self._before_access()
-        weight = all_rows(self.stores[store], table, config.num_embeddings, self._process_group)
+        weight = all_rows(self.stores[store], table, config.num_embeddings, self._process_group, self._sparse_groups)
         if config.padding_key is not None:
             weight[config.padding_key] = 0.0
         return weight
@@ -192,7 +201,7 @@ class SparseTables:
         config = self._configs[name]
         store, table = self.place(name)
         self._before_access()
-        keys = owned_keys(self.stores[store], table, config.num_embeddings, self._process_group)
+        keys = owned_keys(self.stores[store], table, config.num_embeddings, self._process_group, self._sparse_groups)
         if config.padding_key is not None:
             keys = keys[keys != config.padding_key]
         write_embeddings(self.stores[store], table, keys, weight.detach()[keys].to(torch.float32))
@@ -202,6 +211,7 @@ class SparseTables:
         self._before_access()
         for store in self.stores:
             store.clear()
+            store.touched = None
         self._fill()
 
     def _fill(self) -> None:

@@ -52,6 +52,7 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
         "gradient_wire": config.gradient_wire,
         "nan_policy": config.nan_policy,
         "loss_weighting": config.loss_weighting,
+        "sparse groups": rank.topology.settings,
         "embedding tables": tables,
         "dense parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in rank.dense_parameters],
     }

@@ -34,7 +34,7 @@ from .graph import Graph, Node, Stage, Unrolled
 
 __all__ = ["LaneScheduler", "check_lanes"]
 
-_ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "warm")
+_ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "replicate_keys", "warm")
 _RETRIEVAL = ("retrieve", "gather", "sync")
 _HORIZON = 3
 

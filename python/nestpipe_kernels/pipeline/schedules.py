@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
+from .replica_schedule import replicated
 
 __all__ = ["AHEAD", "EVALUATION", "SCHEDULES", "Schedule", "build_graph", "evaluation_graph"]
 
@@ -211,9 +212,9 @@ def _with_fetch(stages: Sequence[Stage], edges: Sequence[Edge], ahead: bool) -> 
     return [replace(first, accesses=item), *added, *others], new
 
 
-def build_graph(name: str, row_transfer: str = "once", *, fetch: bool = False) -> Graph:
-    """The stage graph of a schedule; `row_transfer` as in PipelineConfig, `fetch`: it has that. Raises ValueError for
-    unknown names."""
+def build_graph(name: str, row_transfer: str = "once", *, fetch: bool = False, sparse_groups: str = "one") -> Graph:
+    """The stage graph of a schedule; `row_transfer` as in PipelineConfig, `fetch`: it has that, `sparse_groups`:
+    comm.Topology's mode. Raises ValueError for unknown names."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule, once = SCHEDULES[name], row_transfer == "once"
@@ -221,7 +222,7 @@ def build_graph(name: str, row_transfer: str = "once", *, fetch: bool = False) -
     edges = _retrieval_edges(schedule) + _window_edges(schedule, once)
     if fetch:
         stages, edges = _with_fetch(stages, edges, schedule.prefetch)
-    return Graph(name, tuple(stages), tuple(edges))
+    return replicated(Graph(name, tuple(stages), tuple(edges)), sparse_groups)
 
 
 def evaluation_graph(fetch: bool = False) -> Graph:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
-from ..comm import Communicator, exchange_same
+from ..comm import Communicator, SparseGroups, Topology, exchange_same
 from ..config import PipelineConfig, default_threads, launched_ranks
 from ..device import LoweredThreads
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
@@ -35,6 +35,7 @@ from .micro_choice import PROBES, MicroBatchChoice
 from .model_call import call_model
 from .position import Position
 from .scheduler import LaneScheduler
+from .replica_schedule import replicated
 from .schedules import SCHEDULES, build_graph, evaluation_graph
 from .step import Step, make_step
 from .validate import validate
@@ -99,7 +100,8 @@ class NestedPipeline:
         _warn_if_alone(communicator)
         bindings = bind_stores(modules)
         tiers = any(binding.store.tier is not None for binding in bindings)
-        graph = _valid_graph(config.schedule, config.row_transfer, config.fetch is not None, tiers)
+        topology = Topology(communicator, _shared_groups(modules))
+        graph = _valid_graph(config.schedule, config.row_transfer, config.fetch is not None, tiers, topology.mode)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
@@ -107,7 +109,7 @@ class NestedPipeline:
             communicator,
             modules,
             bindings,
-            default_slice_owner(communicator.size),
+            default_slice_owner(topology.num_shards),
             num_micro_batches=PROBES[0] if config.num_micro_batches == "auto" else config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
             row_wire=config.row_wire,
@@ -122,8 +124,10 @@ class NestedPipeline:
             capture=self._capture,
             split_batch=config.split_batch,
             fetch=config.fetch,
+            topology=topology,
         )
         clock = agree(self.rank, config)
+        topology.connect()
         share_dense(self.rank, model)
         warn_batch_coupled(model, self.rank.num_micro_batches)
         from .._native import core
@@ -584,11 +588,12 @@ class _BatchFailed(Exception):
 
 
 @functools.cache
-def _valid_graph(schedule: str, row_transfer: str, fetch: bool, tiers: bool) -> Graph:
+def _valid_graph(schedule: str, row_transfer: str, fetch: bool, tiers: bool, sparse_groups: str) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
     graph = build_graph(schedule, row_transfer, fetch=fetch)
     if tiers:
         graph = with_warming(graph)
+    graph = replicated(graph, sparse_groups)
     validate(graph)
     return graph
 
@@ -611,3 +616,15 @@ def _shared_communicator(modules: dict[str, Any]) -> Communicator:
         raise ValueError(f"NestedPipeline: modules {names} use different process groups; give them the same one")
     communicator: Communicator = next(iter(found.values()))[1]
     return communicator
+
+
+def _shared_groups(modules: dict[str, Any]) -> SparseGroups:
+    found: dict[SparseGroups, str] = {}
+    for name, module in modules.items():
+        found.setdefault(module.sparse_groups, name)
+    if len(found) > 1:
+        named = "; ".join(f"{name!r}: {groups}" for groups, name in found.items())
+        raise ValueError(
+            f"NestedPipeline: modules have different sparse groups ({named}); give them the same sparse_groups"
+        )
+    return next(iter(found))

@@ -37,7 +37,8 @@ def begin(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Mean over ranks of the row gradients: sources ascending, each divided by its own divisor, divided by W last."""
+    """Mean over sources of the row gradients: ascending, each divided by its own divisor, divided by their number
+    last."""
     world = rank.communicator.size
     for binding, owner in zip(rank.bindings, batch.owner):
         total = torch.zeros(len(owner.keys), binding.store.dim, dtype=torch.float32)
@@ -51,7 +52,8 @@ def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
             owner.countable[slot[bad_sources(part, world)]] = False
             scatter_add_rows(total, slot, part)
             start += length
-        owner.row_gradients = total / world if world > 1 else total
+        sources = len(owner.per_peer)
+        owner.row_gradients = total / sources if sources > 1 else total
         owner.boxes = None
 
 

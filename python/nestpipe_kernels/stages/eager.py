@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import Topology
 from ..errors import NonFiniteGradientError, RemoteRankError
 from ..ops.owners import default_slice_owner
 from ..types import EmbeddingModule, LookupCall, PoolingType
-from . import commit, retrieval, routing, window
+from . import commit, replicas, retrieval, routing, window
 from .lookup_function import run_lookup
 from .state import BatchState, RankState, bind_stores
 
@@ -35,7 +36,10 @@ class EagerContext:
         self._module = module
         communicator = module.communicator
         modules = {name: module}
-        self._rank = RankState(communicator, modules, bind_stores(modules), default_slice_owner(communicator.size))
+        topology = Topology(communicator, module.sparse_groups)
+        topology.connect()
+        owner = default_slice_owner(topology.num_shards)
+        self._rank = RankState(communicator, modules, bind_stores(modules), owner, topology=topology)
         self._name = name
         self._exchanges = 0
         self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []
@@ -60,7 +64,12 @@ class EagerContext:
         routing.exchange_keys(self._rank, batch, 0)
         self._check(batch)
         assert call is not None
+        if training:
+            self._replicate_keys(batch)
         (retrieval.retrieve if training else retrieval.find)(self._rank, batch, 0)
+        if training and self._rank.topology.mode == "average":
+            for binding, owner in zip(self._rank.bindings, batch.owner):
+                replicas.forget_evicted(binding.store, owner)
         retrieval.gather_all(self._rank, batch, 0)
         window.send_rows(self._rank, batch, 0)
         window.land_rows(self._rank, batch, 0)
@@ -88,6 +97,10 @@ class EagerContext:
             call = self._module.plan_call(features)
         self._announce(batch, [call] if call is not None else [])
         return batch, call
+
+    def _replicate_keys(self, batch: BatchState) -> None:
+        if self._rank.topology.num_groups > 1:
+            replicas.replicate_keys(self._rank, batch, 0)
 
     def _new_batch(self, stage: str) -> BatchState:
         self._exchanges += 1
@@ -122,6 +135,7 @@ class EagerContext:
         self._announce(batch, calls)
         routing.exchange_keys(rank, batch, 0)
         self._check(batch)
+        self._replicate_keys(batch)
         commit.begin(rank, batch, 0)
         retrieval.find(rank, batch, 0)
         retrieval.gather_all(rank, batch, 0)
@@ -135,6 +149,9 @@ class EagerContext:
                 window.accumulate_gradients(plan, plan.occurrences[0], plan.source.slots[0], grads)
         window.send_grads(rank, batch, 0)
         window.recv_grads(rank, batch, 0)
+        if rank.topology.mode == "exact":
+            replicas.replicate_grads(rank, batch, 0)
+            replicas.recv_replica_grads(rank, batch, 0)
         commit.reduce_grads(rank, batch, 0)
         commit.post_flags(rank, batch, 0)
         commit.verdict(rank, batch, 0)
@@ -146,6 +163,9 @@ class EagerContext:
                 raise RemoteRankError(failure.rank, failure.stage, batch.index, failure.message)
             raise NonFiniteGradientError(f"backward: {batch.verdict.non_finite} are not finite; no row was changed")
         commit.update(rank, batch, 0)
+        if rank.topology.mode == "average":
+            for stage in (replicas.average_announce, replicas.average_send, replicas.average_rows):
+                stage(rank, batch, 0)
         retrieval.write_back(rank, batch, 0)
         self._clock += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from . import commit, retrieval, routing, window
+from . import commit, replicas, retrieval, routing, window
 from .counting import profiler_range
 from .state import BatchState, RankState
 
@@ -20,6 +20,7 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "copy": routing.copy,
     "route": routing.route,
     "route_keys": routing.exchange_keys,
+    "replicate_keys": replicas.replicate_keys,
     "warm": retrieval.warm,
     "retrieve": retrieval.retrieve,
     "retrieve_merged": retrieval.retrieve_merged,
@@ -32,6 +33,8 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "forward": window.forward,
     "send_grads": window.send_grads,
     "recv_grads": window.recv_grads,
+    "replicate_grads": replicas.replicate_grads,
+    "recv_replica_grads": replicas.recv_replica_grads,
     "reduce_grads": commit.reduce_grads,
     "dense_scatter": commit.dense_scatter,
     "dense_sum": commit.dense_sum,
@@ -40,6 +43,9 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "check_failures": commit.check_failures,
     "dense_step": commit.dense_step,
     "update": commit.update,
+    "average_announce": replicas.average_announce,
+    "average_send": replicas.average_send,
+    "average_rows": replicas.average_rows,
     "write_back": retrieval.write_back,
 }
 

@@ -13,8 +13,9 @@ from ..ops.intersect import intersect
 from ..ops.row_sync import row_sync
 from ..types import KeyStatus, Retrieval, RowStore
 from .counting import count_retrieval
+from .replicas import patch_averaged
 from .routing import merge_sources
-from .state import BatchState, OwnerKeys, RankState, RowHook
+from .state import BatchState, OwnerKeys, RankState, RowHook, UnionKeys
 
 __all__ = [
     "find",
@@ -52,13 +53,23 @@ def retrieve_merged(rank: RankState, batch: BatchState, micro: int) -> None:
     """Find or insert the rows of keys that are merged."""
     with batch.guard(rank.communicator.rank, "retrieve"):
         for binding, owner in zip(rank.bindings, batch.owner):
-            owner.retrieval = binding.store.retrieve(owner.keys, owner.tables, owner.counts, batch.clock)
-            _check_refused(binding.store, owner)
+            wanted = owner.union or owner
+            wanted.retrieval = binding.store.retrieve(wanted.keys, wanted.tables, wanted.counts, batch.clock)
+            _check_refused(binding.store, wanted)
+            _narrow(owner)
         if rank.counting:
             count_retrieval(rank, batch)
 
 
-def _check_refused(store: RowStore, owner: OwnerKeys) -> None:
+def _narrow(owner: OwnerKeys) -> None:
+    """The own group's part of what was found for the keys of all groups."""
+    if owner.union is not None and owner.union.retrieval is not None:
+        found, own = owner.union.retrieval, owner.union.own
+        status = found.status[own] if len(found.status) else found.status
+        owner.retrieval = Retrieval(found.handles[own], status, found.journal)
+
+
+def _check_refused(store: RowStore, owner: OwnerKeys | UnionKeys) -> None:
     """Nothing is dropped in silence: a key without a row is an error while no rule of its table says what becomes of
     it."""
     assert owner.retrieval is not None
@@ -82,16 +93,19 @@ def find(rank: RankState, batch: BatchState, micro: int) -> None:
         merge_sources(rank, batch)
     with batch.guard(rank.communicator.rank, "find"):
         for binding, owner in zip(rank.bindings, batch.owner):
-            handles = binding.store.find_handles(owner.keys, owner.tables)
-            owner.retrieval = Retrieval(handles, torch.empty(0, dtype=torch.uint8), None)
+            wanted = owner.union or owner
+            handles = binding.store.find_handles(wanted.keys, wanted.tables)
+            wanted.retrieval = Retrieval(handles, torch.empty(0, dtype=torch.uint8), None)
+            _narrow(owner)
 
 
 def undo_retrieval(rank: RankState, batch: BatchState) -> None:
     """Take back what `retrieve` did to the stores; batches are undone newest first."""
     for binding, owner in zip(rank.bindings, batch.owner):
-        if owner.retrieval is not None:
-            binding.store.undo(owner.retrieval)
-            owner.retrieval = None
+        wanted = owner.union or owner
+        if wanted.retrieval is not None:
+            binding.store.undo(wanted.retrieval)
+            wanted.retrieval = owner.retrieval = None
 
 
 def gather_all(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -138,6 +152,7 @@ def sync(rank: RankState, batch: BatchState, micro: int) -> None:
             if owner.shared_here is not None and owner.shared_before is not None:
                 assert owner.buffer is not None and last.buffer is not None
                 row_sync(last.buffer, owner.buffer, owner.shared_before, owner.shared_here)
+        patch_averaged(previous, batch)
 
 
 def write_back(rank: RankState, batch: BatchState, micro: int) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.router import pack, route_keys, transfers, unpack
+from ..comm.router import KeyLists, pack, part_of, route_keys, transfers, unpack
 from ..errors import CommunicationError
 from ..ops.bucketize import bucketize
 from ..ops.cluster import cluster, partition_sizes
 from ..ops.dedup import dedup
 from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
-from .state import BatchState, Inputs, MicroBatch, OwnerKeys, RankState, StorePlan
+from .state import BatchState, Inputs, MicroBatch, OwnerKeys, RankState, StorePlan, UnionKeys
 
 __all__ = [
     "announce",
@@ -204,7 +204,7 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
             [len(one.keys) for one in lists],
             binding.store.table_hashes,
             rank.slice_owner,
-            rank.communicator.size,
+            rank.topology.num_shards,
             rank.track_use,
         )
         rows, grads = transfers(source.lists, len(lists))
@@ -217,10 +217,11 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
 
 
 def announce(rank: RankState, batch: BatchState) -> None:
-    """Post this rank's flags and the lengths of its key lists to every owner."""
+    """Post this rank's flags and the lengths of its key lists to every owner, in all sparse groups."""
     flags = _flags(rank, batch)
     world = rank.communicator.size
-    messages = [pack_flags(flags, [plan.source.lists.per_peer[peer] for plan in batch.plans]) for peer in range(world)]
+    shards = [peer % rank.topology.num_shards for peer in range(world)]
+    messages = [pack_flags(flags, [plan.source.lists.per_peer[shard] for plan in batch.plans]) for shard in shards]
     words = FIXED_WORDS + len(batch.plans)
     group = rank.communicator.group("keys")
     ones = [1] * world
@@ -247,28 +248,81 @@ def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
         batch.remote = peers[failed[0]].as_failure(failed[0])
     if batch.skipped:
         return
-    message, counts = pack([plan.source.lists for plan in batch.plans], rank.communicator.size)
-    group = rank.communicator.group("keys")
-    incoming = [sum(sizes) for sizes in batch.key_sizes]
+    topology = rank.topology
+    message, counts = pack([plan.source.lists for plan in batch.plans], topology.num_shards)
+    group = topology.group.group("keys")
+    incoming = [sum(sizes) for sizes in batch.key_sizes[topology.sources()]]
     batch.post("keys.keys", 0, group.all_to_all(message, counts, incoming, f"{batch.tag}/keys"))
 
 
 def merge_sources(rank: RankState, batch: BatchState) -> None:
     """The owner's view: the lists of all sources, and the distinct keys among them in order of first appearance."""
-    for binding, lists in zip(rank.bindings, unpack(batch.land("keys.keys"), batch.key_sizes)):
-        distinct = dedup(lists.keys, lists.tables)
-        slot = distinct.inverse.to(torch.int64)
-        counts = torch.zeros(len(distinct.unique_index), dtype=torch.int64).index_add_(0, slot, lists.counts)
-        rows, grads = transfers(lists, rank.num_micro_batches)
-        batch.owner.append(
-            OwnerKeys(
-                keys=lists.keys[distinct.unique_index],
-                tables=lists.tables[distinct.unique_index],
-                counts=counts,
-                slot=slot,
-                per_peer=lists.per_peer,
-                rows=rows,
-                grads=grads,
-                boxes=torch.zeros(len(slot), binding.store.dim, dtype=torch.float32) if batch.training else None,
-            )
-        )
+    from .replicas import land_lists
+
+    topology, everyone = rank.topology, batch.group_keys is not None
+    sources = topology.sources()
+    message = land_lists(rank, batch) if everyone else batch.land("keys.keys")
+    sizes = batch.key_sizes if everyone else batch.key_sizes[sources]
+    for binding, lists in zip(rank.bindings, unpack(message, sizes)):
+        if everyone and topology.mode == "average":
+            owner = _merged(rank, _part(lists, sources), slice(0, topology.num_shards))
+            owner.union = _union(lists, owner, sum(lists.per_peer[: sources.start]))
+        else:
+            owner = _merged(rank, lists, sources if everyone else slice(0, topology.num_shards))
+        if batch.training:
+            owner.boxes = torch.zeros(len(owner.slot), binding.store.dim, dtype=torch.float32)
+        batch.divisors = [1.0] * len(owner.per_peer)
+        batch.owner.append(owner)
+
+
+def _merged(rank: RankState, lists: KeyLists, served: slice) -> OwnerKeys:
+    """Distinct keys of some sources; rows go to, and gradients come from, those `served` by this rank."""
+    distinct = dedup(lists.keys, lists.tables)
+    slot = distinct.inverse.to(torch.int64)
+    rows, grads = transfers(lists, rank.num_micro_batches)
+    owner = OwnerKeys(
+        keys=lists.keys[distinct.unique_index],
+        tables=lists.tables[distinct.unique_index],
+        counts=torch.zeros(len(distinct.unique_index), dtype=torch.int64).index_add_(0, slot, lists.counts),
+        slot=slot,
+        per_peer=lists.per_peer,
+        rows=rows,
+        grads=grads,
+    )
+    topology = rank.topology
+    if len(lists.per_peer) > topology.num_shards:
+        owner.rows = [part_of(one, served) for one in rows]
+        owner.grads = [part_of(one, served) for one in grads]
+        owner.replica_grads = [
+            [part_of(one, topology.sources(number)) for one in grads] for number in range(topology.num_groups)
+        ]
+    return owner
+
+
+def _part(lists: KeyLists, peers: slice) -> KeyLists:
+    """The lists of some consecutive peers."""
+    start, per_peer = sum(lists.per_peer[: peers.start]), lists.per_peer[peers]
+    at = slice(start, start + sum(per_peer))
+    return KeyLists(
+        keys=lists.keys[at],
+        tables=lists.tables[at],
+        counts=lists.counts[at],
+        first=lists.first[at],
+        last=lists.last[at],
+        used=None if lists.used is None else lists.used[at],
+        per_peer=per_peer,
+    )
+
+
+def _union(lists: KeyLists, owner: OwnerKeys, start: int) -> UnionKeys:
+    """Distinct keys of all groups; the own group's lists begin at `start`."""
+    distinct = dedup(lists.keys, lists.tables)
+    slot = distinct.inverse.to(torch.int64)
+    own = torch.empty(len(owner.keys), dtype=torch.int64)
+    own[owner.slot] = slot[start : start + len(owner.slot)]
+    return UnionKeys(
+        keys=lists.keys[distinct.unique_index],
+        tables=lists.tables[distinct.unique_index],
+        counts=torch.zeros(len(distinct.unique_index), dtype=torch.int64).index_add_(0, slot, lists.counts),
+        own=own,
+    )

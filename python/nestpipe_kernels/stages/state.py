@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm import Communicator
+from ..comm import Communicator, Topology
 from ..comm.board import Board
 from ..comm.router import SourceKeys, Transfer
 from ..errors import CommunicationError, RemoteRankError
@@ -19,6 +19,7 @@ from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
 from .counting import BatchCounts
 
 __all__ = [
+    "AveragedRows",
     "BatchState",
     "Failure",
     "MicroBatch",
@@ -27,6 +28,7 @@ __all__ = [
     "RowHook",
     "StageHold",
     "StoreBinding",
+    "UnionKeys",
     "Verdict",
     "bind_stores",
     "describe_error",
@@ -132,9 +134,15 @@ class RankState:
     on_eviction: list[RowHook] = field(default_factory=list)
     counting: bool = False
     """Somebody wants counters of every batch."""
+    topology: Topology = field(default=None)  # type: ignore[assignment]
+    """Which ranks share a copy of the tables; None: all of them share one."""
     hold: StageHold | None = None
     """Emulates a device: may keep the stage's lane after its work, until the device would have ended it. Only
     benchmarks set it."""
+
+    def __post_init__(self) -> None:
+        if self.topology is None:
+            self.topology = Topology(self.communicator)
 
     @property
     def board(self) -> Board | None:
@@ -244,12 +252,45 @@ class OwnerKeys:
     """int64 [m]: rows of the previous batch ..."""
     shared_here: Tensor | None = None
     """... and rows of this one that hold the same keys."""
+    replica_grads: list[list[Transfer]] = field(default_factory=list)
+    """[groups][N]: gradients of each sparse group's sources, where all copies of the tables see all gradients."""
+    union: UnionKeys | None = None
+    """What the other groups look up too, where copies of the tables train apart; all else here is the own group's."""
     boxes: Tensor | None = None
     """float32 [M, dim]: gradients as received, per source."""
     row_gradients: Tensor | None = None
     """float32 [U, dim], averaged over ranks."""
     countable: Tensor | None = None
     """bool [U]: no source's gradient is bad (stages/finite)."""
+
+
+@dataclass
+class UnionKeys:
+    """The distinct keys of all groups' lists for one store: which rows there are is decided on them."""
+
+    keys: Tensor
+    """int64 [V]"""
+    tables: Tensor
+    """int32 [V]"""
+    counts: Tensor
+    """int64 [V] occurrences in the global batch."""
+    own: Tensor
+    """int64 [U]: which of them the own group looks up, in the order of OwnerKeys.keys."""
+    retrieval: Retrieval | None = None
+
+
+@dataclass
+class AveragedRows:
+    """Rows of one store that were averaged over the copies of the tables."""
+
+    keys: Tensor
+    """int64 [n]"""
+    tables: Tensor
+    """int32 [n]"""
+    handles: Tensor
+    """int64 [n]"""
+    rows: Tensor
+    """float32 [n, row_floats]"""
 
 
 @dataclass
@@ -298,7 +339,7 @@ class BatchState:
     position: dict[str, Any] | None = None
     """What the pipeline noted before it was drawn."""
     key_sizes: list[list[int]] = field(default_factory=list)
-    """[W][num_stores] lengths of the lists that each source announced."""
+    """[W][num_stores] lengths of the lists that each source announced for this rank's shard."""
     losses: list[tuple[float, Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     weighted: bool | None = None
@@ -307,7 +348,13 @@ class BatchState:
     divisor: float = 1.0
     """Sum of the weights that the model returned; divides this rank's gradients. 1 where weights are known before."""
     divisors: list[float] = field(default_factory=list)
-    """[W] every source's divisor, as it came with the last gradients."""
+    """Every source's divisor, as it came with the last gradients; sources as in `OwnerKeys.per_peer`."""
+    group_keys: Tensor | None = None
+    """The key lists of the own sparse group, kept for when those of the others are there."""
+    group_grads: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> gradients of the own sparse group as they came, until they have gone to the other groups."""
+    averaging: list[AveragedRows] = field(default_factory=list)
+    """Per store: what is averaged over the copies of the tables after this batch's update."""
     statistics: list[Tensor] = field(default_factory=list)
     """Running statistics of the model before this batch's forward; put back if the batch does not count."""
     dense_slice: Tensor | None = None

@@ -27,6 +27,7 @@ __all__ = [
     "forward",
     "forward_backward",
     "land_rows",
+    "put_gradients",
     "recv_grads",
     "send_grads",
     "send_rows",
@@ -51,9 +52,9 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
                 parts.append(gather_rows(owner.buffer, wanted, store.dim, data_type=store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
         parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
-    world, wire = rank.communicator.size, rank.row_wire
+    world, wire = rank.topology.num_shards, rank.row_wire
     incoming = [plan.rows[micro].per_peer for plan in batch.plans]
-    group, message = rank.communicator.group("rows"), join_rows(parts, _per_peer(moves), wire)
+    group, message = rank.topology.group.group("rows"), join_rows(parts, _per_peer(moves), wire)
     outgoing = message_counts(_per_peer(moves), dims, world, wire)
     handle = group.all_to_all(
         message, outgoing, message_counts(incoming, dims, world, wire), f"{batch.tag}/rows/{micro}"
@@ -67,7 +68,7 @@ def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     dims = [b.store.dim for b in rank.bindings]
     moves = [plan.rows[micro] for plan in batch.plans]
     message = batch.land("rows", micro)
-    rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.communicator.size)
+    rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.topology.num_shards)
     for plan, move, part in zip(batch.plans, moves, rows):
         scatter_rows(plan.received, move.positions, part)
 
@@ -232,13 +233,13 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     for plan, move, dim in zip(batch.plans, moves, dims):
         parts.append(gather_rows(plan.gradients, move.positions, dim))
         zero_rows(plan.gradients, move.positions)
-    world, wire = rank.communicator.size, rank.gradient_wire
+    world, wire = rank.topology.num_shards, rank.gradient_wire
     incoming = [owner.grads[micro].per_peer for owner in batch.owner]
     # Only the last message's divisor counts: before that the sum of weights is not known yet.
     divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
     message = join_rows(parts, _per_peer(moves), wire, lead=torch.full((world,), divisor, dtype=torch.float32))
     outgoing = message_counts(_per_peer(moves), dims, world, wire, lead=True)
-    group = rank.communicator.group("grads")
+    group = rank.topology.group.group("grads")
     handle = group.all_to_all(
         message,
         outgoing,
@@ -265,12 +266,22 @@ def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor,
 
 def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     """Gradients from every source into its boxes."""
-    dims = [b.store.dim for b in rank.bindings]
-    moves = [owner.grads[micro] for owner in batch.owner]
     message = batch.land("grads", micro)
-    parts, divisors = split_rows(message, _per_peer(moves), dims, rank.gradient_wire, True, rank.communicator.size)
+    served = slice(0, rank.topology.num_shards)
+    if rank.topology.mode == "exact":
+        batch.group_grads[micro] = message
+        served = rank.topology.sources()
+    put_gradients(rank, batch, micro, message, [owner.grads[micro] for owner in batch.owner], served)
+
+
+def put_gradients(
+    rank: RankState, batch: BatchState, micro: int, message: Tensor, moves: list[Transfer], sources: slice
+) -> None:
+    """The message of some sources (one sparse group) into their boxes."""
+    dims = [b.store.dim for b in rank.bindings]
+    parts, divisors = split_rows(message, _per_peer(moves), dims, rank.gradient_wire, True, rank.topology.num_shards)
     if micro == rank.num_micro_batches - 1:
-        batch.divisors = divisors
+        batch.divisors[sources] = divisors
     for owner, move, part in zip(batch.owner, moves, parts):
         assert owner.boxes is not None
         scatter_add_rows(owner.boxes, move.positions, part)

@@ -13,7 +13,7 @@ from .._native import core
 from ..errors import StoreFullError
 from ..init import Initializer
 from ..ops.row_storage import embedding_words, pack_embeddings, unpack_embeddings
-from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec
+from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec, TouchedRows
 from .checks import check_batch, check_bounds, check_counts, check_keys, check_storage, check_tensor, key_vector
 from .counts import counts_of, load_counts
 from .file_tier import FileTier, warn_if_in_memory
@@ -139,11 +139,17 @@ class EmbeddingStore(RowTransfer):
         self.embedding_words: int = self._native.embedding_words
         self._given = GivenValues(self.tables, dim)
         self._removals = 0
+        self.touched: TouchedRows | None = None
         self._score = score_caller(self.tables)
         self.table_hashes = words([core().hash_name(spec.name) for spec in self.tables])
         self.table_seeds = words([spec.seed & SEED_MASK for spec in self.tables])
 
     # ------------------------------------------------------------------------------------------- protocol RowStore
+
+    @property
+    def removals(self) -> int:
+        """How often keys were removed by `erase`, `erase_keys` or `clear`."""
+        return self._removals
 
     def retrieve(self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int) -> Retrieval:
         """Find or insert, by the tables' rules of admission and eviction (nestpipe_kernels.policy).

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..ops.lookup_pool import reference as pooling
 from ..ops.row_update import reference as updating
 from ..types import PoolingType
-from .oracle_rows import OracleRows, OracleTable, Wires, storage_of_key
+from .oracle_rows import OracleRows, OracleTable, RankPart, Wires, storage_of_key
 
 __all__ = ["Oracle", "OracleLookup"]
 
@@ -51,11 +51,8 @@ class OracleLookup(nn.Module):
         for table in self.tables:
             for feature in table.features:
                 for keys, weights in bags[feature]:
-                    rows = (
-                        torch.stack([self.rows.read(table.name, k) for k in keys])
-                        if keys
-                        else torch.empty(0, table.dim)
-                    )
+                    found = [self.rows.read(table.name, k) for k in keys]
+                    rows = torch.stack(found) if found else torch.empty(0, table.dim)
                     w = None if weights is None else torch.tensor(weights, dtype=torch.float32)
                     pooled = pooling.pool(rows, torch.tensor([0, len(keys)]), table.mode, w)
                     call.append(_Bag(table, keys, w, rows, pooled[0].detach().requires_grad_()))
@@ -85,6 +82,8 @@ class Oracle:
     average: bool = True
     step: int = 0
     wires: Wires = field(default_factory=Wires)
+    shards: int = 1  # ranks that a copy of the rows is spread over
+    copies: list[OracleRows] = field(default_factory=list)
 
     def play(
         self, draw: Callable[[int], Any], parts: Callable[[int, int, Any], list[tuple[int, Any]]], batches: int
@@ -97,7 +96,8 @@ class Oracle:
                 drawn.append([draw(r) for r in range(len(self.models))])
             now = drawn[t]
             micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(now)]
-            self.rows.retrieve(self._uses([m for rank in micros for m in rank]), t)
+            for rows in self.copies:
+                rows.retrieve(self._uses([m for rank in micros for m in rank]), t)
             self._train(micros)
 
     def _uses(self, micros: Sequence[tuple[int, Any]]) -> list[tuple[str, int]]:
@@ -105,17 +105,8 @@ class Oracle:
         return [(table.name, key) for keys in found for table in self.tables for key in keys.get(table.name, [])]
 
     def _train(self, micros: Sequence[Sequence[tuple[int, Any]]]) -> None:
-        world = len(self.models)
-        per_rank = [self._rank(r, micros[r]) for r in range(world)]
+        per_rank = [self._rank(r, micros[r]) for r in range(len(self.models))]
         self.losses.append([loss for _, loss, _ in per_rank])
-        total: dict[tuple[str, int], Tensor] = {}
-        bad: set[tuple[str, int]] = set()
-        for gradients, _, divisor in per_rank:
-            for row, gradient in gradients.items():
-                part = gradient / divisor if divisor != 1.0 else gradient
-                if not float(part.abs().max()) <= torch.finfo(torch.float32).max / (2 * world):
-                    bad.add(row)
-                total[row] = total.get(row, torch.zeros_like(gradient)) + part
         for model in self.models:
             for name, parameter in model.named_parameters():
                 parameter.grad = self._dense(name, [d for _, _, d in per_rank])
@@ -123,14 +114,26 @@ class Oracle:
         for model, optimizer in zip(self.models, self.optimizers):
             if all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
                 optimizer.step()
+        self.update_rows(per_rank, self.copies[0])
+
+    def update_rows(self, per_rank: list[RankPart], rows: OracleRows) -> None:
+        """The mean of some ranks' gradients into rows."""
+        total: dict[tuple[str, int], Tensor] = {}
+        bad: set[tuple[str, int]] = set()
+        for gradients, _, divisor in per_rank:
+            for row, gradient in gradients.items():
+                part = gradient / divisor if divisor != 1.0 else gradient
+                if not float(part.abs().max()) <= torch.finfo(torch.float32).max / (2 * len(self.models)):
+                    bad.add(row)
+                total[row] = total.get(row, torch.zeros_like(gradient)) + part
         for (name, key), gradient in total.items():
             table = next(t for t in self.tables if t.name == name)
-            if table.trainable and (name, key) in self.rows.values and (name, key) not in bad:
-                mean = gradient / world if world > 1 else gradient
-                values = self.rows.values[name, key].clone().view(1, -1)
+            if table.trainable and (name, key) in rows.values and (name, key) not in bad:
+                mean = gradient / len(per_rank) if len(per_rank) > 1 else gradient
+                values = rows.values[name, key].clone().view(1, -1)
                 lr, storage = table.optimizer.lr, storage_of_key(table, key)
                 updating.row_update(values, mean.view(1, -1), table.optimizer, self.step, lr, None, storage)
-                self.rows.values[name, key] = values[0]
+                rows.values[name, key] = values[0]
 
     def _dense(self, name: str, divisors: Sequence[float]) -> Tensor | None:
         grads = [self._dense_grads[r].get(name) for r in range(len(self.models))]
@@ -143,7 +146,7 @@ class Oracle:
                 total = total + (gradient / divisor if divisor != 1.0 else gradient)
         return total / len(self.models)
 
-    def _rank(self, rank: int, micros: Sequence[tuple[int, Any]]) -> tuple[dict[tuple[str, int], Tensor], float, float]:
+    def _rank(self, rank: int, micros: Sequence[tuple[int, Any]]) -> RankPart:
         """One rank's row gradients, loss and divisor; its dense gradients are kept for the average."""
         model, n = self.models[rank], sum(size for size, _ in micros)
         for parameter in model.parameters():
@@ -156,7 +159,7 @@ class Oracle:
                 continue
             lookup = next(m for m in model.modules() if isinstance(m, OracleLookup))
             lookup.calls.clear()
-            lookup.rows = self.rows
+            lookup.rows = self.copies[rank // self.shards % len(self.copies)]
             loss, weight = self.run_model(model, micro)
             coefficient = float(weight) if weight is not None else (size / n if self.average else 1.0)
             weights += [coefficient] if weight is not None else []
@@ -172,7 +175,7 @@ class Oracle:
         return total, float(loss_sum / divisor), divisor
 
     def __post_init__(self) -> None:
-        self.rows = OracleRows(self.tables, len(self.models), self.wires)
+        self.copies = self.copies or [OracleRows(self.tables, self.shards, self.wires)]
         self.losses: list[list[float]] = []
         self._dense_grads: dict[int, dict[str, Tensor]] = {}
 

@@ -14,7 +14,10 @@ from ..ops.wire_rows.reference import round_rows
 from ..types import DataType
 from .policy_model import TableModel, hash_key, hash_name
 
-__all__ = ["OracleRows", "OracleTable", "Wires", "storage_of_key"]
+__all__ = ["OracleRows", "OracleTable", "RankPart", "Wires", "storage_of_key"]
+
+RankPart = tuple[dict[tuple[str, int], Tensor], float, float]
+"""What a rank gives to an update: row gradients, loss, divisor."""
 
 
 @dataclass(frozen=True)

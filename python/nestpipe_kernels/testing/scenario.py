@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import init, optim
-from ..comm import InMemoryWorld
+from ..comm import InMemoryWorld, SparseGroups, Topology
 from ..jagged import KeyedJaggedTensor
 from ..nn import EmbeddingBagCollection, EmbeddingBagConfig
 from ..ops.owners import default_slice_owner
@@ -24,6 +24,7 @@ from ..stages.state import RankState, Source, bind_stores
 from ..types import UNBOUNDED, DataType, PoolingType
 from .explorer import Outcome
 from .oracle import Oracle, OracleLookup
+from .oracle_groups import AveragingOracle
 from .oracle_rows import OracleTable, Wires
 
 __all__ = ["Features", "Recommender", "Scenario", "ScenarioBatch", "TableChoice"]
@@ -106,6 +107,7 @@ class Scenario:
         row_transfer, row_wire, gradient_wire, clustering, nan_policy: as in PipelineConfig.
         weight_loss: the model returns weights.
         fetch: the loader gives items, which are made batches one after another, away from the generator.
+        sparse_groups: copies of the tables among the ranks.
     """
 
     world_size: int = 2
@@ -128,6 +130,7 @@ class Scenario:
     seed: int = 0
     bad_labels: float = 0.0
     """Chance of a label whose gradient is not finite; the oracle knows nan_policy="skip_row" alone."""
+    sparse_groups: SparseGroups = field(default_factory=SparseGroups)
 
     @property
     def feature_names(self) -> list[str]:
@@ -207,7 +210,12 @@ class Scenario:
             for t in self.tables
         ]  # fmt: skip
         return EmbeddingBagCollection(
-            configs, is_weighted=self.weighted, optimizer=self.optimizer, seed=self.seed, process_group=process_group
+            configs,
+            is_weighted=self.weighted,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            process_group=process_group,
+            sparse_groups=self.sparse_groups,
         )
 
     def model(self, process_group: Any, generator: torch.Generator | None) -> Recommender:
@@ -234,7 +242,7 @@ class Scenario:
                     communicator,
                     modules,  # type: ignore[arg-type]
                     bind_stores(modules),  # type: ignore[arg-type]
-                    default_slice_owner(self.world_size),
+                    default_slice_owner(self.world_size // self.sparse_groups.count),
                     num_micro_batches=self.micro_batches,
                     track_use=self.row_transfer == "per_micro_batch",
                     row_wire=self.row_wire,
@@ -249,6 +257,7 @@ class Scenario:
                     inputs=_SparseField(),
                     fetch=self.fetcher(r) if self.fetch else None,
                     source=Source(self.source(r, generator)),
+                    topology=Topology(communicator, self.sparse_groups),
                 )
             )
         return made
@@ -256,7 +265,10 @@ class Scenario:
     # -------------------------------------------------------------------------------------------- oracle
 
     def oracle(self, partition: list[list[list[list[int]]]]) -> Outcome:
-        """What must come out, given which samples formed which micro-batch: [rank][batch][micro-batch] indices."""
+        """What must come out, given which samples formed which micro-batch: [rank][batch][micro-batch] indices.
+
+        `stores`: the rows of all ranks; of each copy of the tables, where copies are averaged.
+        """
         tables = [
             OracleTable(
                 t.name,
@@ -279,27 +291,34 @@ class Scenario:
         generators = [self.generator(r) for r in range(self.world_size)]
         loaders = [self.loader(r, g) for r, g in enumerate(generators)]
         models = [Recommender(OracleLookup(tables), self.width, g, self.weight_loss) for g in generators]
-        player = Oracle(
-            tables,
-            models,
-            [self.dense_optimizer(m) for m in models],
-            self._run_oracle,
-            self._keys_of,
-            self.micro_batches,
-            wires=Wires(self.row_wire, self.gradient_wire, self.row_transfer == "once"),
-        )
+        groups = self.sparse_groups
+        settings: dict[str, Any] = {
+            "tables": tables,
+            "models": models,
+            "optimizers": [self.dense_optimizer(m) for m in models],
+            "run_model": self._run_oracle,
+            "keys_of": self._keys_of,
+            "num_micro_batches": self.micro_batches,
+            "wires": Wires(self.row_wire, self.gradient_wire, self.row_transfer == "once"),
+            "shards": self.world_size // groups.count,
+        }
+        if groups.mode == "average":
+            player: Oracle = AveragingOracle(**settings, groups=groups.count, average_every=groups.average_every)
+        else:
+            player = Oracle(**settings)
 
         def parts(t: int, rank: int, batch: ScenarioBatch) -> list[tuple[int, Any]]:
             return [(len(chosen), self._take(batch, chosen)) for chosen in partition[rank][t]]
 
         player.play(lambda r: next(loaders[r], None), parts, self.batches)
-        rows = {key: row.numpy().tobytes() for key, row in player.rows.values.items()}
+        copies = player.copies
+        rows = [{key: row.numpy().tobytes() for key, row in copy.values.items()} for copy in copies]
         dense = [[p.detach().numpy().tobytes() for p in m.parameters()] for m in models]
         losses = [[player.losses[t][r] for t in range(self.batches)] for r in range(self.world_size)]
-        ranks = range(self.world_size)
-        metadata = [player.rows.metadata(r) for r in ranks]
-        policies = [player.rows.policies(r) for r in ranks]
-        return Outcome([rows], metadata, dense, losses, [], policies=policies)
+        shards = [r % player.shards for r in range(self.world_size)]
+        metadata = [copies[0].metadata(shard) for shard in shards]
+        policies = [copies[0].policies(shard) for shard in shards]
+        return Outcome(rows, metadata, dense, losses, [], policies=policies)
 
     def _run_oracle(self, model: Any, micro: tuple[dict[str, Any], ScenarioBatch]) -> tuple[Tensor, Any]:
         bags, batch = micro
