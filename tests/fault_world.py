@@ -36,7 +36,7 @@ class Fault:
     rank: int
     kind: str
     stage: str
-    batch: int = 3
+    batch: int = 5
     micro: int = 0
 
 
@@ -50,7 +50,7 @@ class Case:
     folder: str
     schedule: str = "nested"
     size: int = 2
-    batches: int = 6
+    batches: int = 8
     timeout_s: float = 10.0
     fault: Fault | None = None
     special: str = ""

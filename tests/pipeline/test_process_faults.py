@@ -3,13 +3,34 @@ behind, the last checkpoint loads."""
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from fault_world import GRACE_S, Case, Ended, Fault, FaultWorld, assert_nothing_left, hit_at
+from fault_server import scenario_of
+from fault_world import (
+    GRACE_S,
+    Case,
+    Ended,
+    Fault,
+    FaultWorld,
+    assert_nothing_left,
+    await_hit,
+    give_leave,
+    hit_at,
+    outcomes,
+)
+from nestpipe_kernels import checkpoint
+from nestpipe_kernels.launch.network import Network
 from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph
+from nestpipe_kernels.testing.explorer import read_store
+from nestpipe_kernels.testing.scenario import Scenario
+from nestpipe_kernels.testing.threads import run_scenario
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,6 +46,12 @@ def world() -> Iterator[FaultWorld]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def network(can_make_networks: None) -> Iterator[Network]:
+    with Network(3) as made:
+        yield made
+
+
 def play(world: FaultWorld, case: Case) -> dict[int, Ended]:
     """Run a case; what holds for every fault: the others fail, in time, and nothing is left."""
     ended = world.play(case)
@@ -35,7 +62,26 @@ def play(world: FaultWorld, case: Case) -> dict[int, Ended]:
             assert end.status == 1, (rank, end.status, end.output[-2000:])
             assert end.at - struck < case.timeout_s + GRACE_S, (end.at - struck, end.said())
     assert_nothing_left(case, world)
+    if case.save_after:
+        assert_checkpoint_loads(case)
     return ended
+
+
+@functools.cache
+def rows_after(size: int, batches: int) -> dict[tuple[str, int], bytes]:
+    """Every row, with its state, of a run that nothing happens to."""
+    parts = run_scenario(scenario_of(Case("", size=size, batches=batches)), "sequential").stores
+    return {key: row for part in parts for key, row in part.items()}
+
+
+def assert_checkpoint_loads(case: Case) -> None:
+    """What was saved before the fault, in one process."""
+    model = scenario_of(case).model(None, None)
+    optimizer = Scenario.dense_optimizer(model)
+    checkpoint.load(Path(case.folder).parent / "saved", model=model, optimizer=optimizer, start_epoch=True)
+    rows: dict[tuple[str, int], bytes] = {}
+    read_store(model.lookup.row_stores()[0], rows, {})
+    assert rows == rows_after(case.size, case.save_after)
 
 
 def others(ended: dict[int, Ended], case: Case) -> list[str]:
@@ -58,7 +104,8 @@ def assert_killed_rank_is_named(world: FaultWorld, case: Case) -> None:
 @pytest.mark.parametrize(("number", "stage"), list(enumerate(STAGES)), ids=STAGES)
 def test_fault_38_a_rank_killed_in_a_stage(world, tmp_path, number, stage):
     size = 3 if number % 4 == 0 else 2
-    case = Case(str(tmp_path / "run"), size=size, fault=Fault(number % 2, "kill", stage), whole_exit=number % 5 == 0)
+    case = Case(str(tmp_path / "run"), size=size, fault=Fault(number % 2, "kill", stage), save_after=2)
+    case.whole_exit = number % 5 == 0
     assert_killed_rank_is_named(world, case)
 
 
@@ -68,7 +115,7 @@ def test_fault_38_a_rank_killed_in_a_stage(world, tmp_path, number, stage):
 def test_fault_38_a_rank_killed_in_any_stage_of_any_schedule(world, tmp_path, schedule, rank):
     for stage in build_graph(schedule).stages:
         for micro in range(2 if stage.micro else 1):
-            case = Case(str(tmp_path / f"{stage.name}{micro}"), schedule, 3)
+            case = Case(str(tmp_path / f"{stage.name}{micro}" / "run"), schedule, 3, save_after=2)
             case.fault = Fault(rank, "kill", stage.name, micro=micro)
             assert_killed_rank_is_named(world, case)
 
@@ -87,7 +134,7 @@ def test_a_rank_that_is_stopped_for_longer_than_the_time_out(world, tmp_path, st
     assert ended[1].status == -signal.SIGKILL  # by this test
     for words in others(ended, case):
         named = words.partition(f"; rank 1 (process {world.pids[1]}) is stopped, in ")[2]
-        assert f"{stage} of batch 3" in named, words
+        assert f"{stage} of batch 5" in named, words
 
 
 @pytest.mark.parametrize("stage", ["prefetch", "retrieve", "recv_grads", "write_back"])
@@ -97,7 +144,7 @@ def test_fault_38_an_error_that_no_stage_expects(world, tmp_path, stage):
     assert ended[1].status == 1
     assert ended[1].errors == ["OSError: this stage broke"]
     for words in others(ended, case):
-        assert f"; rank 1 failed in {stage} of batch 3: OSError: this stage broke: " in words
+        assert f"; rank 1 failed in {stage} of batch 5: OSError: this stage broke: " in words
 
 
 @pytest.mark.parametrize(("kind", "status"), [("interrupt", -signal.SIGINT), ("exit", 3)])
@@ -108,9 +155,9 @@ def test_ctrl_c_or_exit_of_one_rank(world, tmp_path, kind, status):
     for words in others(ended, case):
         if kind == "exit":
             named = words.partition(f"; rank 2 (process {world.pids[2]}) has ended, in ")[2]
-            assert "forward_backward of batch 3" in named, words
+            assert "forward_backward of batch 5" in named, words
         else:
-            assert "; rank 2 failed in forward_backward of batch 3: KeyboardInterrupt: " in words
+            assert "; rank 2 failed in forward_backward of batch 5: KeyboardInterrupt: " in words
 
 
 # ------------------------------------------------------------------------------- failures that the exchanges tell of
@@ -163,3 +210,44 @@ def test_fault_36_a_corrupt_size_message(world, tmp_path, word):
             rank
         ].errors
     assert "rank 1 sent a damaged message" in ended[1].errors[0]
+
+
+@pytest.mark.parametrize("schedule", ["nested", "dbp"])
+def test_training_goes_on_from_the_last_checkpoint(world, tmp_path, schedule):
+    """Bit for bit as if no rank had died."""
+    case = Case(str(tmp_path / "run"), schedule, 3, save_after=3, fault=Fault(0, "kill", "update", batch=6))
+    assert_killed_rank_is_named(world, case)
+    again = Case(str(tmp_path / "again"), schedule, 3, load=True, whole_exit=True)
+    assert [end.status for end in world.play(again).values()] == [0, 0, 0]
+    assert_nothing_left(again, world)
+    expected = run_scenario(scenario_of(again), "sequential")
+    for rank, outcome in enumerate(outcomes(again)):
+        assert outcome.stores == [expected.stores[rank]]
+        assert outcome.dense == [expected.dense[rank]]
+        assert outcome.losses == [expected.losses[rank][3:]]
+
+
+# --------------------------------------------------------------------------------------------------------- the network
+
+
+@pytest.mark.parametrize(("stage", "micro"), [("send_rows", 1), ("route_keys", 0)])
+def test_a_link_that_goes_down_in_the_middle_of_a_step(world, tmp_path, network, stage, micro):
+    case = Case(str(tmp_path / "run"), size=3, timeout_s=STOP_S, fault=Fault(1, "tell", stage, micro=micro))
+    case.network = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in network._namespaces]
+    before = set(network.identities())
+    world.start(case)
+    await_hit(case, 1)
+    network.cut(1)
+    give_leave(case)
+    cut_at = time.monotonic()
+    ended = world.finish(case)
+    network.mend(1)
+    assert_nothing_left(case, world)
+    for rank, end in ended.items():
+        assert (end.status, end.at - cut_at < case.timeout_s + GRACE_S) == (1, True), end.output[-2000:]
+        assert " exchange 't" in end.errors[0]
+        named = "; this rank's network interface np is down: "
+        if rank != 1:
+            named = f"; rank 1 (process {world.pids[1]}): its network interface np is down: "
+        assert named in end.errors[0], end.errors
+    assert set(network.identities()) == before
