@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["cached_share", "copy_files", "drop_from_cache", "read_files", "write_files"]
+__all__ = ["cached_share", "copy_files", "drop_from_cache", "random_reads", "read_files", "write_files"]
 
 BLOCK = 4 << 20
 """Bytes of one call; larger ones are not faster."""
@@ -49,6 +50,23 @@ def read_files(paths: Iterable[Path]) -> float:
             while file.readinto(buffer):
                 pass
     return time.perf_counter() - started
+
+
+def random_reads(path: Path, count: int, seed: int) -> float:
+    """Read pages at random places as a tier does: ask for all at once, then touch each through a mapping.
+
+    The file must not be in the system's cache (`drop_from_cache`). Returns seconds.
+    """
+    chosen = random.Random(seed).sample(range(path.stat().st_size // mmap.PAGESIZE), count)
+    chosen.sort()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        mapped.madvise(mmap.MADV_RANDOM)
+        started = time.perf_counter()
+        for page in chosen:
+            os.posix_fadvise(file.fileno(), page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+        for page in chosen:
+            mapped[page * mmap.PAGESIZE]
+        return time.perf_counter() - started
 
 
 def copy_files(paths: Iterable[Path], directory: Path) -> float:

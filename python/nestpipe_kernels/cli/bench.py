@@ -31,6 +31,7 @@ def add_bench(commands: Any) -> None:
     _add_checkpoint(cases)
     _add_scheduler(cases)
     _add_pipeline(cases)
+    _add_tier(cases)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -121,6 +122,25 @@ def _add_pipeline(cases: Any) -> None:
     case.add_argument("--repeat", type=positive, default=4, help="rounds that count")
     case.add_argument("--timeout", type=positive, default=120, metavar="S", help="limit of every wait, seconds")
     case.add_argument("--output", metavar="DIR", default=None, help="folder for timelines and the picture")
+
+
+def _add_tier(cases: Any) -> None:
+    text = "training with rows in a file of which a part fits into memory, beside the same with all in memory"
+    case = _add_case(cases, "tier", text)
+    case.add_argument("--memory", type=positive, default=256, help="MiB of rows that stay in memory")
+    case.add_argument("--times", type=float, default=4.0, help="size of the store, in units of --memory")
+    case.add_argument("--tables", type=positive, default=4, help="number of tables")
+    case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
+    case.add_argument("--batch", type=positive, default=1024, help="samples of a step")
+    case.add_argument("--bag", type=positive, default=5, help="keys of a bag")
+    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    case.add_argument("--dense", choices=("cpu", "emulated"), default="cpu", help="a real dense part, or a timed wait")
+    case.add_argument("--hidden", type=positive, default=1024, help="width of the real dense part's two hidden layers")
+    case.add_argument("--compute-ms", type=float, default=150.0, help="time of the emulated dense part")
+    case.add_argument("--micro-batches", type=positive, default=4, help="micro-batches of a step")
+    case.add_argument("--directory", metavar="DIR", default=None, help="where files go (the system's temporary folder)")
+    case.add_argument("--warm-up", type=positive, default=50, help="steps before those that are timed")
+    case.add_argument("--repeat", type=positive, default=30, help="timed steps")
 
 
 def _exponent(text: str) -> float:
