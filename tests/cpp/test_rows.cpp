@@ -18,6 +18,7 @@
 #include "nestpipe/row_sync.h"
 #include "nestpipe/row_update.h"
 #include "nestpipe/scatter_add_rows.h"
+#include "nestpipe/wire_rows.h"
 
 namespace {
 
@@ -230,6 +231,38 @@ void test_row_movement() {
   CHECK_THROWS(std::invalid_argument, zero_rows(scatter));
 }
 
+void test_wire_formats() {
+  constexpr std::int64_t kRows = 3000;
+  constexpr WireFormat kFormats[] = {WireFormat::kFloat32, WireFormat::kBFloat16,
+                                     WireFormat::kFloat16, WireFormat::kInt8};
+  constexpr float kErrors[] = {0.0f, 1.0f / 256, 1.0f / 2048, 0.51f / 127};  // Of values up to 1.
+  for (const std::int64_t dim : {1, 7, 8, 19, 129}) {
+    const std::vector<float> rows = random_floats(kRows * (dim + 2), 8);
+    for (int f = 0; f < 4; ++f) {
+      const auto bytes = static_cast<std::size_t>(wire_row_bytes(kFormats[f], dim));
+      std::vector<std::vector<float>> results;
+      for (const int threads : {1, 4}) {
+        set_num_threads(threads);
+        std::vector<std::uint8_t> message(bytes * kRows + 1);  // The last byte must stay.
+        message.back() = 99;
+        std::vector<float> back(kRows * dim);
+        encode_rows(kFormats[f], rows.data(), kRows, dim + 2, dim, message.data());
+        decode_rows(kFormats[f], message.data(), kRows, dim, back.data());
+        CHECK_EQUAL(static_cast<int>(message.back()), 99);
+        results.push_back(back);
+      }
+      CHECK_EQUAL(same_bits(results[0], results[1]), true);
+      float worst = 0.0f;
+      for (std::int64_t u = 0; u < kRows; ++u) {
+        for (std::int64_t d = 0; d < dim; ++d) {
+          worst = std::max(worst, std::abs(results[0][u * dim + d] - rows[u * (dim + 2) + d]));
+        }
+      }
+      CHECK_EQUAL(worst <= kErrors[f], true);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -239,5 +272,6 @@ int main() {
   test_lane_sum_order();
   test_updates_of_every_rule();
   test_row_movement();
+  test_wire_formats();
   return nestpipe::failures() == 0 ? 0 : 1;
 }
