@@ -104,7 +104,7 @@ ORACLE_CASES = {
 def test_sequential_equals_the_oracle_and_nested_equals_sequential(name):
     scenario = ORACLE_CASES[name]
     groups = scenario.sparse_groups
-    graph = build_graph("sequential", scenario.row_transfer, groups.mode)
+    graph = build_graph("sequential", scenario.row_transfer, sparse_groups=groups.mode)
     orders = Orders(graph, scenario.world_size, scenario.batches, scenario.micro_batches)
     run = explore(graph, scenario.ranks(), orders.random(0), scenario.batches)
     oracle = scenario.oracle(run.partition)

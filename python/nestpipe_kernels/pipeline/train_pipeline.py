@@ -34,8 +34,8 @@ from .graph import Graph, Unrolled
 from .micro_choice import PROBES, MicroBatchChoice
 from .model_call import call_model
 from .position import Position
-from .scheduler import LaneScheduler
 from .replica_schedule import replicated
+from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
 from .step import Step, make_step
 from .validate import validate
