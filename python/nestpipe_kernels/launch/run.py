@@ -118,11 +118,13 @@ def _host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 def _environment(
     nproc: int, meeting: tuple[str, int], extra: Mapping[str, str] | None, network: Network | None
 ) -> dict[str, str]:
-    """What all ranks share. Threads are divided among the ranks unless the caller has decided."""
+    """What all ranks share. Threads are divided among the ranks, and sleep when idle, unless the caller has decided."""
     environment = process_environment()
     threads = str(max(1, default_threads() // nproc))
     environment.setdefault("OMP_NUM_THREADS", threads)
     environment.setdefault("NESTPIPE_THREADS", threads)
+    # Idle OpenMP threads of torch otherwise spin, on the cores that exchanges and lookups of all ranks need.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if network is not None:
         environment["GLOO_SOCKET_IFNAME"] = network.interface
         # Addresses there have no names, which torch would remark on for every connection.
