@@ -30,6 +30,22 @@ def test_compare_says_identical(capsys, schedule: str) -> None:
     assert f"{schedule} " in text
 
 
+def test_short_rows_on_the_wire_are_identical_too(capsys, monkeypatch) -> None:
+    from nestpipe_kernels.cli import train
+
+    losses = []
+
+    def note(a: Snapshot, b: Snapshot) -> str | None:
+        losses.append(b.losses)
+        return first_difference(a, b)
+
+    monkeypatch.setattr(train, "first_difference", note)
+    for wires in ([], ["--row-wire", "int8"], ["--gradient-wire", "int8"]):
+        assert main(["train", "--compare", *wires, *SMALL]) == 0
+        assert "result: identical (nested against sequential: losses of 4 steps" in capsys.readouterr().out
+    assert len({tuple(one.tolist()) for one in losses}) == 3
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_can_be_chosen(capsys, optimizer: str) -> None:
     settings = ["--weight-decay", "0.01", *(["--momentum", "0.9"] if optimizer == "sgd" else [])]

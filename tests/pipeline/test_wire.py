@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups_cases import grouped, one_copy
 from small_model import Recommender, make_batch, make_pipeline, run_all
 
 import nestpipe_kernels as nk
@@ -186,3 +187,10 @@ def test_evaluation_reads_rows_as_training_does(wire: str) -> None:
     direct = model(make_batch(1))[1]  # without a pipeline rows travel whole
     assert torch.equal(seen, direct) == (wire == "fp32")
     torch.testing.assert_close(seen, direct, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("transfer", ["once", "per_micro_batch"])
+def test_copies_of_the_tables_round_alike(transfer: str) -> None:
+    scenario = Scenario(world_size=4, row_wire="bf16", gradient_wire="int8", row_transfer=transfer, seed=2)
+    plain = one_copy(run_scenario(scenario, "sequential"))
+    assert plain.difference(one_copy(run_scenario(grouped(scenario), "nested"), 2)) == ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestpipe_kernels.config import SCHEDULE_NAMES, process_environment
+from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, process_environment
 
 __all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "positive"]
 
@@ -50,6 +50,8 @@ class TrainOptions:
     json: str | None
     checkpoint: str | None = None
     checkpoint_every: int | None = None
+    row_wire: str = "fp32"
+    gradient_wire: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.compare and self.checkpoint is not None:
@@ -136,6 +138,8 @@ def add_train(commands: Any) -> None:
     how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
     how.add_argument("--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch (4)")
     how.add_argument("--row-transfer", choices=("once", "per_micro_batch"), default="once", help="once (default)")
+    how.add_argument("--row-wire", choices=WIRE_FORMATS, default="fp32", help="rows travel as: fp32 (default)")
+    how.add_argument("--gradient-wire", choices=WIRE_FORMATS, default="fp32", help="their gradients: fp32 (default)")
     how.add_argument("--clustering", choices=("key", "none"), default="key", help="key (default)")
     how.add_argument("--timeout", type=_duration, default=300.0, metavar="S", help="limit of every wait, seconds (300)")
     how.add_argument(

@@ -126,6 +126,8 @@ def train_once(
         schedule=schedule,
         num_micro_batches=options.micro_batches,
         row_transfer=options.row_transfer,
+        row_wire=options.row_wire,
+        gradient_wire=options.gradient_wire,
         clustering=options.clustering,
         timeout_s=options.timeout,
         timeline_steps=TIMELINE_STEPS,

@@ -26,6 +26,7 @@ class StepCounters:
         row_bytes: bytes of them that went to other ranks.
         gradients_sent: row gradients that this rank sent to their owners, itself included.
         gradient_bytes: bytes of them, with what comes with them, that went to other ranks.
+            What copies of the tables pass on to each other (sparse_groups) is in neither.
         owned_rows: rows of the batch, of all ranks' samples, that this rank owns: the fill of its row buffer.
         kept_rows: of those, the rows that the batch before has, too: kept from buffer to buffer, not read from the
             store. 0 in schedules without prefetch.
