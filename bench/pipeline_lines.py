@@ -24,6 +24,7 @@ def make_lines(facts: dict[str, Any], found: Sequence[dict[str, Any]]) -> list[d
     rate = facts["bits_per_second"]
     for one in ours:
         one["comm_ms"] = None if rate is None else one["bytes_sent"] * 8e3 / rate
+        one["edge_ms"] = None if rate is None else one["edge_rows"] * facts["shape"]["dim"] * 4 * 8e3 / rate
     by_key = {(one["impl"], one["micro_batches"]): one for one in ours}
     base = by_key[BASELINE]
     best = min(one["step_ms"] for one in ours if one["impl"] == BASELINE[0])
@@ -98,6 +99,7 @@ def _line(
         "exposed_comm_ms": one["exposed_communication_ms"],
         "exposed_other_ms": one["exposed_other_ms"],
         "cpu_ms": one["cpu_ms"],
+        "edge_ms": one["edge_ms"],
         "bound_ms": bound[0],
     }
     return {

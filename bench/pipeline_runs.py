@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import nestpipe_kernels as nk
@@ -121,7 +122,8 @@ def wait_until(moment: float) -> None:
 class _Counts:
     """Rows that a step's exchanges carry, from the plans of its batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self.batches: dict[int, dict[str, int]] = {}
 
     def note(self, batch: Any) -> None:
@@ -129,8 +131,8 @@ class _Counts:
         moves = [
             [sum(sum(t.per_peer) for t in transfers) for transfers in (plan.rows, plan.grads)] for plan in batch.plans
         ]
-        first = sum(sum(plan.rows[0].per_peer) for plan in batch.plans)
-        last = sum(sum(plan.grads[-1].per_peer) for plan in batch.plans)
+        first = [plan.rows[0].per_peer for plan in batch.plans]
+        last = [plan.grads[-1].per_peer for plan in batch.plans]
         uses = 0
         for plan in batch.plans:
             uses += sum(len(slots[slots >= 0].unique()) for slots in plan.source.slots)
@@ -138,8 +140,9 @@ class _Counts:
             "rows_sent": sum(rows for rows, _ in moves),
             "grads_sent": sum(grads for _, grads in moves),
             "distinct_rows": sum(len(plan.source.lists.keys) for plan in batch.plans),
-            "first_rows": first,
-            "last_rows": last,
+            "first_rows": sum(map(sum, first)),
+            "last_rows": sum(map(sum, last)),
+            "edge_rows": sum(sum(per_peer) - per_peer[self._rank] for per_peer in first + last),
             "resent_rows": uses,
         }
 
@@ -189,10 +192,10 @@ class Ours:
         self._meter = meter
         self._model = build_model(shape, seed)
         self._dense = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self._counts = _Counts()
+        self._counts = _Counts(dist.get_rank())
         settings = dict(IMPLEMENTATIONS[name])
         emulation = Emulation(shape.times, micro_batches) if emulated else None
-        if emulation is not None and shape.times.storage and "fetch" in _known_settings():
+        if emulation is not None and shape.times.storage:
             settings["fetch"] = emulation.fetch
         config = PipelineConfig(
             num_micro_batches=micro_batches,

@@ -81,6 +81,9 @@ SHAPES = {
         PipelineShape(
             "ml100k", "movielens", 2, 0, 128, 512, 50, 8, 0, (), (64,), StageTimes(compute=100), distinct_batches=16
         ),
+        PipelineShape(
+            "criteo", "zipf", 26, 100_000, 64, 1024, 1, 4, 13, (512, 256, 64), (512, 512, 256), StageTimes()
+        ),
         PipelineShape("dlrm", "zipf", 4, 1_000_000, 64, 1024, 20, 4, 13, (512, 256, 64), (512, 256), StageTimes()),
         PipelineShape(
             "small", "overlap", 2, 0, 8, 32, 6, 4, 3, (8,), (8,),

@@ -21,7 +21,7 @@ FIELDS = {
     "rows_sent", "bytes_sent", "speedup", "fraction_of_bound", "exposed_lookup_share", "exposed_comm_share",
     "identical", "steps", "note", "dense", "emulated_ms", "net", "ranks", "threads", "versions", "cpu",
 }  # fmt: skip
-COUNTS = {"distinct_rows", "first_rows", "last_rows", "resent_rows", "lanes_ms"}
+COUNTS = {"distinct_rows", "first_rows", "last_rows", "resent_rows", "lanes_ms", "edge_ms"}
 
 
 @pytest.mark.multiprocess
@@ -173,8 +173,8 @@ def test_stages_end_when_the_device_would_have_ended_them(monkeypatch) -> None:
 # --------------------------------------------------------------------------------------------------------- lines
 
 FACTS = {
-    "shape": {"name": "made up"}, "emulated_ms": None, "dense": "emulated", "net": "8mbit", "bits_per_second": 8e6,
-    "ranks": 2, "micro_batches": 8, "threads": 1, "versions": {}, "cpu": "",
+    "shape": {"name": "made up", "dim": 100}, "emulated_ms": None, "dense": "emulated", "net": "8mbit",
+    "bits_per_second": 8e6, "ranks": 2, "micro_batches": 8, "threads": 1, "versions": {}, "cpu": "",
 }  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def own(impl: str, parts: int, step_ms: float, **more) -> dict:
         "p80_ms": step_ms, "compute_ms": 300.0, "lookup_ms": 490.0, "exposed_lookup_ms": 0.0,
         "exposed_communication_ms": 0.0, "exposed_other_ms": 0.0, "steps": 30, "bytes_sent": 200_000.0, "cpu_ms": 90.0,
         "lanes": {"compute": 300.0, "retrieval": 250.0}, "rows_sent": 10.0, "distinct_rows": 10.0, "first_rows": 1.0,
-        "last_rows": 1.0, "resent_rows": 12.0, "digest": f"{parts}",
+        "last_rows": 1.0, "edge_rows": 5.0, "resent_rows": 12.0, "digest": f"{parts}",
     }  # fmt: skip
     return {**numbers, **more}
 
@@ -204,6 +204,7 @@ def test_lines_compare_with_the_best_sequential() -> None:
     nested = lines[2]
     assert nested["step_ms"] == 325.0 and nested["exposed_comm_share"] == 0.1
     assert nested["comm_ms"] == 200.0 and nested["bound_ms"] == 300.0 and nested["bound_by"] == "compute"
+    assert nested["edge_ms"] == 2.0
     assert nested["fraction_of_bound"] == round(300 / 325, 4)
     assert [line["identical"] for line in lines] == [True, True, True, None]
     assert set(lines[0]) == FIELDS | COUNTS

@@ -15,7 +15,7 @@ __all__ = ["add_bench"]
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
-PIPELINE_SHAPES = ("paper-npu", "ml100k", "dlrm", "small")
+PIPELINE_SHAPES = ("paper-npu", "ml100k", "criteo", "dlrm", "small")
 
 
 def add_bench(commands: Any) -> None:
