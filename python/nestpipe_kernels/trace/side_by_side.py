@@ -48,7 +48,7 @@ def save_side_by_side(path: str | Path, title: str, runs: Sequence[tuple[str, Se
     total = sum(heights) + 1.2
     figure.suptitle(title, x=0.09, y=1 - 0.08 / total, ha="left", va="top", fontsize=10)
     draw_legend(figure, y=1 - 0.42 / total)
-    figure.subplots_adjust(left=0.09, right=0.99, top=1 - 0.95 / total, bottom=0.45 / total, hspace=0.5)
+    figure.subplots_adjust(left=0.09, right=0.99, top=1 - 0.95 / total, bottom=0.45 / total, hspace=0.3)
     figure.savefig(path)
 
 
