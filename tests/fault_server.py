@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from fault_world import Case, Fault
 from nestpipe_kernels import checkpoint, optim
@@ -27,7 +28,7 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline, _valid_grap
 from nestpipe_kernels.stages import registry
 from nestpipe_kernels.stages.window import MicroContext
 from nestpipe_kernels.store import embedding_store
-from nestpipe_kernels.testing.scenario import Scenario, TableChoice
+from nestpipe_kernels.testing.scenario import Scenario, ScenarioBatch, TableChoice
 from nestpipe_kernels.testing.threads import read_pipeline, scenario_config
 
 CLONE_NEWNET = 0x40000000
@@ -63,6 +64,28 @@ class Batches:
             if case.special == "model" and rank == case.special_rank and index == 3:
                 batch.dense.fill_(float("inf"))
             yield batch
+
+
+class Listed(Dataset[Any]):
+    """A rank's batches by index; each worker says who it is."""
+
+    def __init__(self, case: Case, batches: Batches) -> None:
+        self._folder = case.folder
+        self._parts = [(b.sparse, b.dense, b.label) for b in batches]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> ScenarioBatch:
+        with open(Path(self._folder) / "pids", "a") as file:
+            file.write(f"{os.getpid()} ")
+        return ScenarioBatch(*self._parts[index])
+
+
+def worker_loader(case: Case, batches: Batches) -> DataLoader[Any]:
+    return DataLoader(
+        Listed(case, batches), batch_size=None, num_workers=2, multiprocessing_context=case.workers, prefetch_factor=1
+    )
 
 
 def loss(model: Any, batch: Any) -> Any:
@@ -192,7 +215,8 @@ def train(case: Case, rank: int) -> None:
         if case.load:
             checkpoint.load(folder.parent / "saved", model=model, pipeline=pipeline, loader=batches)
         losses = []
-        for step in pipeline.run(batches):
+        data = batches if not case.workers else worker_loader(case, batches)
+        for step in pipeline.run(data):
             losses.append(float(step.loss))
             if len(losses) == case.save_after:
                 checkpoint.save(folder.parent / "saved", model=model, pipeline=pipeline)

@@ -57,6 +57,8 @@ class Case:
     special_rank: int = 1
     save_after: int = 0
     load: bool = False
+    workers: str = ""
+    """Batches come from two DataLoader workers that start so: "fork" or "spawn"."""
     network: list[str] = field(default_factory=list)
     """Per rank, the network namespace to enter."""
     whole_exit: bool = False

@@ -49,6 +49,12 @@ def main() -> None:
         (folder / f"grandchild{rank}").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
         (folder / f"ready{rank}").touch()
         time.sleep(LIMIT_S)
+    elif case == "aborts":
+        if rank == 1:
+            time.sleep(1.0)
+            os._exit(3)
+        print("CommunicationError: rank 1 failed in route: bad id\nterminate called", file=sys.stderr, flush=True)
+        os.abort()
     elif case == "slow_to_die":
         if rank == 1:
             print("RemoteRankError: rank 0 failed in route of batch 3: bad id", file=sys.stderr)

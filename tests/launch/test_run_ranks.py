@@ -82,6 +82,11 @@ def test_a_rank_that_only_reports_another_is_not_the_first(tmp_path, capfd):
     assert capfd.readouterr().err.splitlines()[-1] == "rank 0 failed first: exited with code 2: ValueError: bad id"
 
 
+def test_a_rank_that_aborts_after_complaining_of_another_is_not_the_first(tmp_path, capfd):
+    assert run("aborts", tmp_path) == 3
+    assert capfd.readouterr().err.splitlines()[-1] == "rank 1 failed first: exited with code 3"
+
+
 def test_ranks_that_do_not_end_are_terminated(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("nestpipe_kernels.launch.run.GRACE_S", 0.2)
     assert run("stubborn", tmp_path, timeout_s=0.2) == 3

@@ -137,6 +137,14 @@ def test_a_rank_that_is_stopped_for_longer_than_the_time_out(world, tmp_path, st
         assert f"{stage} of batch 5" in named, words
 
 
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_fault_38_a_killed_rank_with_data_loader_workers(world, tmp_path, method):
+    """Forked workers hold their rank's sockets open, until they notice that it is gone."""
+    case = Case(str(tmp_path / "run"), fault=Fault(1, "kill", "forward_backward"), workers=method)
+    assert_killed_rank_is_named(world, case)
+    assert len(set((tmp_path / "run" / "pids").read_text().split())) == 4
+
+
 @pytest.mark.parametrize("stage", ["prefetch", "retrieve", "recv_grads", "write_back"])
 def test_fault_38_an_error_that_no_stage_expects(world, tmp_path, stage):
     case = Case(str(tmp_path / "run"), size=3, fault=Fault(1, "raise", stage))

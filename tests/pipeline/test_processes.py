@@ -90,6 +90,24 @@ def test_processes_give_the_bits_of_a_sequential_run_in_one_process(world_of, na
     assert max(map(len, run.losses)) >= 3
 
 
+UNEVEN = [
+    "fault-35-ranks-with-5-and-4-batches",
+    "fault-35-last-batches-of-3-and-1-samples",
+    "fault-34-a-rank-whose-bags-are-all-empty",
+    "a-rank-that-never-has-a-batch",
+    "all-keys-on-one-owner",
+]
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_work_under_the_other_schedules(world_of, name):
+    scenario = CASES[name][1]
+    expected = run_scenario(scenario, "sequential")
+    for schedule in ("sequential", "dbp", "fwp"):
+        run = joined(world_of(scenario.world_size).run(cases.play, scenario, schedule))
+        assert expected.difference(run) == "", schedule
+
+
 def test_sequential_over_processes_too(world_of):
     scenario = Scenario(seed=13)
     run = joined(world_of(2).run(cases.play, scenario, "sequential"))

@@ -16,7 +16,7 @@ from nestpipe_kernels.comm.checks import PURPOSES, check_all_to_all, check_purpo
 from nestpipe_kernels.errors import CommunicationError
 from nestpipe_kernels.types import Group, Handle
 
-__all__ = ["PURPOSES", "Communicator", "LocalCommunicator", "communicator_for", "exchange_same"]
+__all__ = ["PURPOSES", "Communicator", "LocalCommunicator", "communicator_for", "exchange_same", "is_known"]
 
 
 @runtime_checkable
@@ -172,6 +172,13 @@ def communicator_for(process_group: Any = None, timeout_s: float = 300.0) -> Com
                 found = GlooCommunicator(process_group, timeout_s)
             known[timeout_s] = found
         return found
+
+
+def is_known(process_group: dist.ProcessGroup, timeout_s: float) -> bool:
+    """Whether `communicator_for` has an open communicator for these, so that asking for it is not collective."""
+    with _cache_lock:
+        found = _cache.get(process_group, {}).get(timeout_s)
+        return found is not None and not getattr(found, "closed", False)
 
 
 def exchange_same(group: Group, tensor: Tensor, tag: str) -> Handle:

@@ -94,12 +94,17 @@ class GlooCommunicator:
     def with_timeout(self, timeout_s: float) -> Communicator:
         """Groups over the same ranks with another limit: gloo gives up an exchange, and lets the process end, at the
         limit of its group. Collective the first time a limit is asked for."""
-        from nestpipe_kernels.comm.communicator import communicator_for
+        from nestpipe_kernels.comm.communicator import communicator_for, exchange_same, is_known
 
         parent = self._parent()
         if parent is None:
             raise CommunicationError("comm: the process group of this communicator is gone")
-        return self if timeout_s == self.timeout_s else communicator_for(parent, timeout_s)
+        if timeout_s == self.timeout_s:
+            return self
+        if not is_known(parent, timeout_s):
+            # Ranks may come here seconds apart: they meet under the old limit, as the new one may be short.
+            exchange_same(self.group("control"), torch.zeros(1), f"limit/{timeout_s:g}").wait()
+        return communicator_for(parent, timeout_s)
 
     def label(self, purpose: str) -> str:
         """What messages call a purpose."""

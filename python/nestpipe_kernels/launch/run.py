@@ -6,7 +6,8 @@ the launcher itself is killed, ranks that have called `init_rank` notice by a pi
 
 Who failed first. Ranks that lose a peer fail too, and a rank that fails by itself may take longer to end than those
 that it drags along. So the report prefers, in this order: ranks ended by a signal or with an error of their own, then
-ranks whose last line of stderr is about another rank (CommunicationError, RemoteRankError); each by time of ending.
+ranks whose last line of stderr is about another rank (CommunicationError, RemoteRankError); each by time of ending. Of
+a rank that was killed the report also gives another rank's last line about it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["run_ranks"]
 
 GRACE_S = 5.0
 INTERRUPTED = 130
+_ABORT_LINES = 3
+"""The end of stderr of a rank that aborts after its error: the error is among these lines."""
 SECONDARY = ("CommunicationError", "RemoteRankError")
 
 
@@ -236,6 +239,14 @@ class _Launcher:
         except queue.Empty:
             return None, True
 
+    def _pass_on(self, dead: Child) -> None:
+        """A killed rank says nothing: what another one has seen of it (in which stage it was, for one)."""
+        for child in self._children:
+            words = [line for line in child.tail[-_ABORT_LINES:] if any(word in line for word in SECONDARY)]
+            if child is not dead and words and f"rank {dead.rank} " in words[-1]:
+                _say(f"rank {child.rank} said: {words[-1]}")
+                return
+
     def _report(self) -> int:
         failed = [child for child in self._children if child.code]
         if not failed:
@@ -248,15 +259,21 @@ class _Launcher:
         if first.rank != 0:  # rank 0's has been seen already
             for line in first.tail:
                 print(f"[rank {first.rank}] {line}", file=sys.stderr)
+        if first.code is not None and first.code < 0:
+            self._pass_on(first)
         _say(f"rank {first.rank} failed first: {first.describe()}{note}")
         assert first.code is not None
         return first.code if first.code > 0 else 128 - first.code
 
 
 def _is_secondary(child: Child) -> bool:
-    """Whether a rank ended because of another one, as far as its last words say."""
+    """Whether a rank ended because of another one, as far as its last words say. A rank that fails may still abort on
+    its way out."""
     assert child.code is not None
-    return child.code > 0 and any(word in line for line in child.tail[-1:] for word in SECONDARY)
+    if child.code < 0 and child.code != -signal.SIGABRT:
+        return False
+    last = child.tail[-1:] if child.code > 0 else child.tail[-_ABORT_LINES:]
+    return any(word in line for line in last for word in SECONDARY)
 
 
 def _was(child: Child) -> str:
