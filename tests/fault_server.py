@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import json
 import os
 import pickle
 import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from fault_world import Case, Fault
 from nestpipe_kernels import checkpoint, optim
 from nestpipe_kernels.comm import communicator_for
-from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline, _valid_graph
+from nestpipe_kernels.pipeline.schedules import build_graph
+from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.stages import registry
 from nestpipe_kernels.stages.window import MicroContext
 from nestpipe_kernels.store import embedding_store
@@ -128,7 +131,7 @@ def await_leave(folder: Path) -> None:
 
 def install(fault: Fault, case: Case) -> None:
     """Put the fault in front of a stage's function."""
-    stage = next(s for s in _valid_graph(case.schedule, "once").stages if s.name == fault.stage)
+    stage = next(s for s in build_graph(case.schedule).stages if s.name == fault.stage)
     function = registry.STAGE_FUNCTIONS[stage.function]
     struck: list[bool] = []
 
@@ -257,6 +260,23 @@ def fork_rank(case: Case, rank: int) -> int:
     return pid
 
 
+@functools.cache
+def prepare(schedule: str) -> None:
+    """Have the schedule's graph validated before the fork: it takes most of a second."""
+    scenario = scenario_of(Case(""))
+    model = scenario.model(None, None)
+    NestedPipeline(model, scenario.dense_optimizer(model), config=scenario_config(scenario, schedule)).close()
+    assert_one_thread()
+
+
+def assert_one_thread() -> None:
+    """Threads do not survive a fork; one that was joined is still on its way out for a moment."""
+    deadline = time.monotonic() + 20
+    while len(os.listdir("/proc/self/task")) > 1:
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
+
+
 def serve() -> tuple[Case, int] | None:
     """Fork and reap until stdin closes: None; in a rank its case and number."""
     awake, wake = os.pipe()
@@ -287,7 +307,7 @@ def serve() -> tuple[Case, int] | None:
                 request = json.loads(line)
                 case = Case(**request)
                 case.fault = Fault(**request["fault"]) if request["fault"] else None
-                _valid_graph(case.schedule, "once")  # before the fork: it takes most of a second
+                prepare(case.schedule)
                 for rank in range(case.size):
                     pid = fork_rank(case, rank)
                     if pid == 0:
@@ -299,7 +319,8 @@ def serve() -> tuple[Case, int] | None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()  # loads torch's compiler, once
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    assert_one_thread()
+    prepare("nested")
     gc.collect()
     gc.freeze()  # ranks share these pages as long as nobody touches them
     work = serve()

@@ -28,7 +28,9 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     if case == "ok":
-        print(f"out {rank} {exchange(rank)} {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']}", flush=True)
+        print(
+            f"out {rank} {exchange(rank)} {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']}", flush=True
+        )
         print(f"err {rank}", file=sys.stderr)
     elif case == "raise" and rank == 1:
         raise ValueError("bad id")
