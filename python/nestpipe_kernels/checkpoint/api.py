@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..ops.owners import default_slice_owner
 from ..pipeline.random_state import capture_random
 from .dense import buffers_of, dense_state, extra_states_of
 from .exchange import agree
@@ -64,6 +65,7 @@ def save(
     failure: Exception | None = None
     try:
         who.settle()
+        _check_copies(who)
         position = _position(who, loader)
     except Exception as error:
         failure = error
@@ -137,6 +139,17 @@ _COUNTS = ("step_count", "trained", "modules", "num_micro_batches")
 """What the manifest's `position` holds; what is None is left out."""
 
 
+def _check_copies(who: Participants) -> None:
+    """One copy of the tables is saved, so all must be alike."""
+    groups = who.topology.settings
+    if any(store.touched is not None for store in who.stores):
+        raise CheckpointError(
+            f"checkpoint.save: the {groups.count} copies of the tables differ, since they are averaged every "
+            f"{groups.average_every} updates only, and a checkpoint holds one: save after an update whose number is a "
+            f"multiple of {groups.average_every}, or call average_copies() of each embedding module on all ranks first"
+        )
+
+
 def _position(who: Participants, loader: Any) -> dict[str, Any]:
     """{"step_count", "trained", "modules", "num_micro_batches", "loader", "generators"} of this rank."""
     modules = who.step_counts()
@@ -171,9 +184,12 @@ def _write(generation: Generation, who: Participants, position: dict[str, Any]) 
         dense = {key: encode(v, key, tensors) for key, v in dense_state(who.model, who.optimizer).items()}
         generation.write_tensors(dense_file(generation.number), tensors)
     return RankPart(
-        tables=save_tables(generation, who.stores, who.table_names),
+        tables=save_tables(generation, who.stores, who.table_names, default_slice_owner(who.topology.num_shards)),
         rank=tree,
-        position={key: position[key] for key in _COUNTS if position[key] is not None},
+        position={
+            **{key: position[key] for key in _COUNTS if position[key] is not None},
+            **({"sparse_groups": who.topology.num_groups} if who.topology.num_groups > 1 else {}),
+        },
         dense=dense,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..ops.owners import default_slice_owner
 from ..pipeline.random_state import RandomState, restore_random
 from .dense import (
     DenseChange,
@@ -213,6 +214,7 @@ class Loading:
 
     def load_rows(self) -> None:
         """Rows of the chosen tables. Collective; raises on all ranks."""
+        topology = self._who.topology
         self.report.tables = load_tables(
             self._path,
             self._manifest,
@@ -220,6 +222,8 @@ class Loading:
             self._targets,
             optimizer_state=self._with_state,
             strict=self._strict,
+            slice_owner=default_slice_owner(topology.num_shards),
+            shard=topology.shard,
         )
 
     def apply(self) -> None:

@@ -66,6 +66,16 @@ class Manifest:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """[world_size] what each rank keeps to itself: trees whose tensors lie in the rank's file."""
 
+    @property
+    def num_shards(self) -> int:
+        """Parts that each table's rows were spread over: fewer than the ranks where these had several copies."""
+        groups = self.position.get("sparse_groups", 1)
+        if type(groups) is not int or groups < 1 or self.world_size % groups:
+            raise CheckpointError(
+                f"checkpoint: position.sparse_groups must divide the {self.world_size} ranks, got {groups!r}"
+            )
+        return self.world_size // groups
+
     def table(self, name: str) -> TableRecord:
         """A table by name. Raises CheckpointError, naming those there are."""
         for table in self.tables:

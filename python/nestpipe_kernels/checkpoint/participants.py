@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..capture.modules import embedding_modules, model_generators
-from ..comm import Communicator, communicator_for
+from ..comm import Communicator, SparseGroups, Topology, communicator_for
 from ..errors import CheckpointError
 from ..pipeline.train_pipeline import NestedPipeline
 from ..stages.eager import eager_context
@@ -29,6 +29,18 @@ class Participants:
     communicator: Communicator
     modules: dict[str, Any]
     """Embedding modules with stores, by name."""
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a copy of the tables.
+
+        Raises:
+            CheckpointError: modules differ in it.
+        """
+        found = {module.sparse_groups for module in self.modules.values()} or {SparseGroups()}
+        if len(found) > 1:
+            raise CheckpointError(f"checkpoint: modules have different sparse groups: {sorted(map(str, found))}")
+        return Topology(self.communicator, next(iter(found)))
 
     @property
     def stores(self) -> list[Any]:

@@ -63,6 +63,7 @@ def load_tables(
     optimizer_state: bool = True,
     strict: bool = True,
     slice_owner: Tensor | None = None,
+    shard: int | None = None,
 ) -> dict[str, int]:
     """Replace the rows of tables by those of a checkpoint. Collective; the same targets in the same order on all ranks.
 
@@ -78,6 +79,7 @@ def load_tables(
         strict: seeds, initial values and admission rules must be those of the checkpoint. Otherwise keys without a row
             may read other values, and another admission rule starts to count anew.
         slice_owner: int32 [65536], who owns which slice; None: the default of this world size.
+        shard: who this rank is there; None: its rank.
 
     Returns:
         Rows that this rank loaded, by the table's name in the checkpoint.
@@ -90,7 +92,7 @@ def load_tables(
         After an error tables that were empty are empty, and others have not changed, unless memory or the disk failed
         after everything had been verified: then they are empty, too.
     """
-    job = _Load(Path(directory), manifest, communicator, list(targets), optimizer_state, slice_owner)
+    job = _Load(Path(directory), manifest, communicator, list(targets), optimizer_state, slice_owner, shard)
     _together(communicator, lambda: job.compare(strict))
     _together(communicator, job.check_capacities)
     if any(_together(communicator, job.is_occupied, everyone=True)):
@@ -128,10 +130,11 @@ class _Load:
         targets: list[TableTarget],
         optimizer_state: bool,
         slice_owner: Tensor | None,
+        shard: int | None,
     ) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.rank = communicator.rank
+        self.rank = communicator.rank if shard is None else shard
         self.targets = targets
         self.optimizer_state = optimizer_state
         self.slice_owner = default_slice_owner(communicator.size) if slice_owner is None else slice_owner
@@ -199,6 +202,7 @@ class _Load:
         """Rows of all targets, which are empty."""
         loaded: dict[str, int] = {}
         for target in self.targets:
+            target.store.touched = None
             rows = 0
             self._reserve(target)
             for file in self._files(target):

@@ -43,7 +43,8 @@ def save_tables(
         generation: of this rank.
         stores: the same on all ranks, in the same order.
         names: names[s][t] of each table in the checkpoint, unique; None: the tables' own.
-        slice_owner: int32 [65536], who owns which slice; None: the default of this world size.
+        slice_owner: int32 [65536], who saves which slice; None: the default of this world size. A rank without slices
+            saves no rows: another one has the same.
 
     Returns:
         The tables in order, for `RankPart.tables`. Their files have been added to the generation.
@@ -63,10 +64,10 @@ def save_tables(
                     f"checkpoint: two tables are named {record.name!r}; names within a checkpoint must be distinct"
                 )
             file = table_file(generation.number, len(records), generation.rank)
-            record.rows = _write_table(generation, file, store, t, record)
+            record.rows = _write_table(generation, file, store, t, record, saves=end > first)
             record.files.append(TableFile(file, generation.rank, record.rows, first, end))
-            _write_admission(generation, store, t, record, len(records))
-            record.counters = dict(store.counters(t))
+            _write_admission(generation, store, t, record, len(records), saves=end > first)
+            record.counters = {name: count * (end > first) for name, count in store.counters(t).items()}
             records.append(record)
     return records
 
@@ -86,13 +87,13 @@ def rows_per_chunk(parts: RowParts) -> int:
     return max(1, min(_MAX_ROWS, CHUNK_BYTES // max(parts.row_floats * 4, parts.bytes_per_row())))
 
 
-def _write_table(generation: Generation, file: str, store: Any, table: int, record: TableRecord) -> int:
+def _write_table(generation: Generation, file: str, store: Any, table: int, record: TableRecord, saves: bool) -> int:
     parts = row_parts(store)
-    sizes: list[int] = store.shard_sizes(table).tolist()
+    sizes: list[int] = store.shard_sizes(table).tolist() if saves else [0] * _NUM_SHARDS
     total = sum(sizes)
     tensors = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in record.tensors(total).items()}
     with generation.create(file, tensors) as writer:
-        for keys, handles in _keys_in_order(store, table, sizes):
+        for keys, handles in _keys_in_order(store, table, sizes) if saves else ():
             for at in range(0, keys.numel(), rows_per_chunk(parts)):
                 piece = slice(at, at + rows_per_chunk(parts))
                 _write_rows(writer, store, parts, keys[piece], handles[piece])
@@ -132,12 +133,14 @@ def _write_rows(writer: TensorFileWriter, store: Any, parts: RowParts, keys: Ten
     writer.write("frequency", metadata.frequency)
 
 
-def _write_admission(generation: Generation, store: Any, table: int, record: TableRecord, number: int) -> None:
+def _write_admission(
+    generation: Generation, store: Any, table: int, record: TableRecord, number: int, saves: bool
+) -> None:
     if record.admission is None:
         return
     empty = store.admission_state(table, (0, 0))
     sizes = dict.fromkeys(empty, 0)
-    for part in admission_parts(store, table):
+    for part in admission_parts(store, table) if saves else ():
         for name, tensor in part.items():
             sizes[name] += tensor.shape[0]
     if not sizes:
@@ -145,7 +148,7 @@ def _write_admission(generation: Generation, store: Any, table: int, record: Tab
     tensors = {name: (tensor.dtype, (sizes[name], *tensor.shape[1:])) for name, tensor in empty.items()}
     file = admission_file(generation.number, number, generation.rank)
     with generation.create(file, tensors) as writer:
-        for part in admission_parts(store, table):
+        for part in admission_parts(store, table) if saves else ():
             for name, tensor in part.items():
                 writer.write(name, tensor)
         generation.add(file, writer.close())

@@ -164,6 +164,18 @@ class Collection(nn.Module):
                 table = getattr(self, self._tables_attribute)[config.name]
                 table.weight.copy_(initial_weight(config, self.seed))
 
+    def average_copies(self) -> None:
+        """Average the copies of the tables now, where sparse groups do so every few updates: before a checkpoint, say.
+
+        Collective over all ranks, between two steps. Without such groups it does nothing.
+        """
+        if self._sparse is None or self._sparse_groups.mode != "average":
+            return
+        from nestpipe_kernels.stages.eager import eager_context
+
+        self._outside_access()
+        eager_context(self).average_copies()
+
     # -------------------------------------------------------------------------------------------------- lookups
 
     def forward(self, features: Any) -> Any:

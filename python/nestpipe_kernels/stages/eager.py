@@ -98,6 +98,11 @@ class EagerContext:
         self._announce(batch, [call] if call is not None else [])
         return batch, call
 
+    def average_copies(self) -> None:
+        """Make rows whose copies in the sparse groups differ their mean. Collective."""
+        if self._rank.topology.mode == "average":
+            replicas.average_copies(self._rank, self._new_batch("average"))
+
     def _replicate_keys(self, batch: BatchState) -> None:
         if self._rank.topology.num_groups > 1:
             replicas.replicate_keys(self._rank, batch, 0)

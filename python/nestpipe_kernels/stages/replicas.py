@@ -29,6 +29,7 @@ from .window import put_gradients
 
 __all__ = [
     "average_announce",
+    "average_copies",
     "average_rows",
     "average_send",
     "forget_evicted",
@@ -120,9 +121,19 @@ def average_announce(rank: RankState, batch: BatchState, micro: int) -> None:
         return
     for binding, owner in zip(rank.bindings, batch.owner):
         _touch(binding.store, owner)
+    if batch.verdict.step % rank.topology.settings.average_every == 0:
+        _announce(rank, batch)
+
+
+def average_copies(rank: RankState, batch: BatchState) -> None:
+    """Average now, in the stores: a batch without keys of its own. Collective."""
+    _announce(rank, batch)
+    average_send(rank, batch, 0)
+    average_rows(rank, batch, 0)
+
+
+def _announce(rank: RankState, batch: BatchState) -> None:
     topology = rank.topology
-    if batch.verdict.step % topology.settings.average_every:
-        return
     for binding in rank.bindings:
         touched, store = _current(binding.store), binding.store
         rows = torch.empty(len(touched.keys), store.row_floats, dtype=torch.float32)
@@ -190,6 +201,10 @@ def _in_buffer(one: AveragedRows, owner: OwnerKeys) -> tuple[Tensor, Tensor]:
     return there[same], here[same]
 
 
+def _owner(batch: BatchState, store: int) -> OwnerKeys | None:
+    return batch.owner[store] if batch.owner else None
+
+
 def _used_floats(binding: StoreBinding) -> int:
     store = binding.store
     return store.embedding_words + store.optimizer.state_floats(store.dim) + 1
@@ -209,11 +224,13 @@ def average_send(rank: RankState, batch: BatchState, micro: int) -> None:
                 "loaded or erased from outside must be so in all groups alike"
             )
     pieces = []
-    for binding, owner, one in zip(rank.bindings, batch.owner, batch.averaging):
+    for k, (binding, one) in enumerate(zip(rank.bindings, batch.averaging)):
         binding.store.gather(one.handles, one.keys, one.tables, one.rows, None)
-        assert owner.buffer is not None
-        there, here = _in_buffer(one, owner)
-        row_sync(owner.buffer, one.rows, here, there)
+        owner = _owner(batch, k)
+        if owner is not None:
+            assert owner.buffer is not None
+            there, here = _in_buffer(one, owner)
+            row_sync(owner.buffer, one.rows, here, there)
         pieces.append(one.rows[:, : _used_floats(binding)].reshape(-1))
     message = torch.cat(pieces)
     _pass_on(rank, batch, "rows", 0, message, [len(message)] * rank.topology.num_groups, "replica_rows")
@@ -227,15 +244,17 @@ def average_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     received = batch.land("replica_rows")
     parts = _by_group(rank, received, [sum(lengths)] * rank.topology.num_groups, received[:0])
     by_store = [torch.split(part, lengths) if len(part) else () for part in parts]
-    for k, (binding, owner, one) in enumerate(zip(rank.bindings, batch.owner, batch.averaging)):
+    for k, (binding, one) in enumerate(zip(rank.bindings, batch.averaging)):
         width = _used_floats(binding)
         copies = [split[k].view(-1, width) if split else one.rows[:, :width].clone() for split in by_store]
         _put_mean(binding.store, copies, one.rows)
-        assert owner.buffer is not None
-        there, here = _in_buffer(one, owner)
-        row_sync(one.rows, owner.buffer, there, here)
         others = torch.ones(len(one.keys), dtype=torch.bool)
-        others[there] = False
+        owner = _owner(batch, k)
+        if owner is not None:
+            assert owner.buffer is not None
+            there, here = _in_buffer(one, owner)
+            row_sync(one.rows, owner.buffer, there, here)
+            others[there] = False
         binding.store.write_back(one.handles[others], one.rows[others])
 
 

@@ -97,7 +97,7 @@ def _write(
         world_size=ranks,
         tables=tables,
         files=files,
-        position=manifest.position,
+        position={name: value for name, value in manifest.position.items() if name != "sparse_groups"},
         dense=manifest.dense,
         ranks=trees,
     )

@@ -93,6 +93,7 @@ def _file_problems(
 def _row_problems(file: TensorFile, manifest: Manifest, table: TableRecord, part: TableFile) -> list[str]:
     """Digests are right; whether the writer was, too."""
     table_hash = hash_name(table.hash_name)
+    num_shards = manifest.num_shards
     last_key, last_shard = np.empty(0, np.int64), np.empty(0, np.uint8)
     for first in range(0, part.rows, KEYS_AT_ONCE):
         keys = file.read("keys", first, min(KEYS_AT_ONCE, part.rows - first)).numpy()
@@ -105,7 +106,7 @@ def _row_problems(file: TensorFile, manifest: Manifest, table: TableRecord, part
         last_key, last_shard = keys[-1:], shards[-1:]
         slices = slices_of(hashes).astype(np.int64)
         wrong = (slices < part.first_slice) | (slices >= part.end_slice)
-        wrong |= slices * manifest.world_size // 65536 != part.rank
+        wrong |= slices * num_shards // 65536 != part.rank
         if wrong.any():
             at = int(np.argmax(wrong))
             return [
