@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe_kernels.comm import GlooCommunicator, LocalCommunicator, communicator_for, exchange_same
+from nestpipe_kernels.comm.gloo import GlooGroup
 from nestpipe_kernels.errors import CommunicationError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -192,3 +193,40 @@ def test_without_torch_distributed():
         communicator_for(3)
     with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0, got 0"):
         communicator_for(None, 0)
+
+
+class RecordedGroup:
+    """A process group that notes what is posted and never answers."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, int, int, list]] = []
+
+    def recv(self, tensors, peer: int, tag: int) -> None:
+        self.posted.append(("recv", peer, tag, tensors[0].tolist()))
+
+    def send(self, tensors, peer: int, tag: int) -> None:
+        self.posted.append(("send", peer, tag, tensors[0].tolist()))
+
+
+class ThreeRanks:
+    """What a group asks of its communicator."""
+
+    rank, size, timeout_s, name, board = 1, 3, LIMIT_S, "rank 1 of 3", None
+
+    def label(self, purpose: str) -> str:
+        return purpose
+
+
+def test_an_exchange_announces_what_it_receives_before_it_sends() -> None:
+    """Behind its own data a rank's announcement would wait, and with it the other direction of the link."""
+    communicator, recorded = ThreeRanks(), RecordedGroup()
+    group = GlooGroup(communicator, "rows", recorded)
+    out = torch.full((4,), -1)
+    for _ in range(2):
+        group.all_to_all(torch.tensor([10, 20, 21, 30]), [1, 2, 1], [1, 2, 1], "t", out=out)
+    assert [(kind, peer, tag) for kind, peer, tag, _ in recorded.posted] == [
+        ("recv", 0, 0), ("recv", 2, 0), ("send", 2, 0), ("send", 0, 0),
+        ("recv", 0, 1), ("recv", 2, 1), ("send", 2, 1), ("send", 0, 1),
+    ]  # fmt: skip
+    assert [values for kind, _, tag, values in recorded.posted if kind == "send" and tag == 0] == [[30], [10]]
+    assert out.tolist() == [-1, 20, 21, -1]
