@@ -107,7 +107,7 @@ def share_and_close() -> list:
 def test_communicators_are_shared_and_replaced_when_closed(world):
     for rank, (*facts, message) in enumerate(world.run(share_and_close)):
         assert facts == [True] * 5
-        assert message == f"rows exchange 'late': this communicator (rank {rank}) is closed"
+        assert message == f"rows exchange 'late': this communicator (rank {rank} of 2) is closed"
 
 
 def use_subgroup() -> str:
