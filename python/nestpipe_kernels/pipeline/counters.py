@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from ..ops.wire_rows import wire_dtype, wire_width
 from ..stages.state import BatchState, RankState
 from ..types import KeyStatus
 
@@ -24,8 +25,9 @@ class StepCounters:
         rows_sent: embeddings that this rank sent as their owner, those to itself included. With row_transfer="once"
             the sum over ranks is that of distinct_rows (more, where rows are sent again after a bad batch).
         row_bytes: bytes of them that went to other ranks.
-        gradients_sent: row gradients that this rank sent to their owners, itself included.
-        gradient_bytes: bytes of them, with what comes with them, that went to other ranks.
+        gradients_sent: row gradients that this rank sends to their owners, itself included. The last of them may still
+            be on their way.
+        gradient_bytes: bytes of them for other ranks.
             What copies of the tables pass on to each other (sparse_groups) is in neither.
         owned_rows: rows of the batch, of all ranks' samples, that this rank owns: the fill of its row buffer.
         kept_rows: of those, the rows that the batch before has, too: kept from buffer to buffer, not read from the
@@ -120,7 +122,7 @@ def _counters(
     statuses, verdict = batch.counts.statuses, batch.verdict
     assert statuses is not None and verdict is not None
     rows = [sent for sent in batch.counts.sent if sent.purpose == "rows"]
-    gradients = [sent for sent in batch.counts.sent if sent.purpose == "grads"]
+    gradients, gradient_bytes = _gradients(rank, batch)
     return StepCounters(
         step=batch.clock,
         rank=rank.communicator.rank,
@@ -128,10 +130,10 @@ def _counters(
         distinct_rows=sum(len(plan.source.lists.keys) for plan in batch.plans),
         rows_sent=sum(sent.rows for sent in rows),
         row_bytes=sum(sent.bytes_out for sent in rows),
-        gradients_sent=sum(sent.rows for sent in gradients),
-        gradient_bytes=sum(sent.bytes_out for sent in gradients),
+        gradients_sent=gradients,
+        gradient_bytes=gradient_bytes,
         owned_rows=sum(len(owner.keys) for owner in batch.owner),
-        kept_rows=sum(len(owner.shared_here) for owner in batch.owner if owner.shared_here is not None),
+        kept_rows=batch.counts.kept,
         new_rows=statuses[KeyStatus.INSERTED],
         evicted_rows=batch.counts.evicted,
         rowless_keys=statuses[KeyStatus.REFUSED] + statuses[KeyStatus.NOT_ADMITTED],
@@ -143,3 +145,15 @@ def _counters(
         exposed_communication_ms=spent_ns.get(("communication", True), 0) / 1e6,
         exposed_other_ms=(spent_ns.get(("other", True), 0) + spent_ns.get(("compute", True), 0)) / 1e6,
     )
+
+
+def _gradients(rank: RankState, batch: BatchState) -> tuple[int, int]:
+    """Row gradients of a batch, and their bytes for other ranks: as planned, since not all need have been sent yet."""
+    wire, own = rank.gradient_wire, rank.topology.shard
+    count = size = 0
+    for binding, plan in zip(rank.bindings, batch.plans):
+        row_bytes = wire_width(binding.store.dim, wire) * wire_dtype(wire).itemsize
+        for move in plan.grads:
+            count += sum(move.per_peer)
+            size += (sum(move.per_peer) - move.per_peer[own]) * row_bytes
+    return count, size

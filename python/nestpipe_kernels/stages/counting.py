@@ -42,6 +42,8 @@ class BatchCounts:
     """Several lanes append."""
     statuses: dict[KeyStatus, int] | None = None
     """What became of the batch's keys on their owner; None: nobody asked when they were retrieved."""
+    kept: int = 0
+    """Rows that come from the buffer of the batch before."""
     evicted: int = 0
     table_rows: dict[str, int] = field(default_factory=dict)
     """Rows of every table after the retrieval."""

@@ -110,6 +110,7 @@ def undo_retrieval(rank: RankState, batch: BatchState) -> None:
 
 def gather_all(rank: RankState, batch: BatchState, micro: int) -> None:
     """Every row of the batch from the store into its buffer."""
+    batch.counts.kept = 0
     if batch.failure is not None or (batch.verdict is not None and not batch.verdict.ok):
         return
     with batch.guard(rank.communicator.rank, "gather"):
@@ -137,6 +138,7 @@ def gather_fresh(rank: RankState, batch: BatchState, micro: int) -> None:
                 owner.shared_before, owner.shared_here = there[held], here[held]
                 fresh = torch.ones(len(keys), dtype=torch.bool)
                 fresh[owner.shared_here] = False
+                batch.counts.kept += len(owner.shared_here)
                 index = torch.nonzero(fresh).squeeze(1)
                 handles, keys, tables = handles[index], keys[index], tables[index]
             binding.store.gather(handles, keys, tables, owner.buffer, index)
