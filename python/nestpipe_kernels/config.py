@@ -50,6 +50,9 @@ class PipelineConfig:
             pipeline's `num_micro_batches` tells it, and checkpoints hold it.
         row_transfer: "once" sends a row before its first micro-batch and its gradient after its last;
             "per_micro_batch" sends both for every micro-batch that uses the row (the paper's way). Same result.
+        early_send: rows that are final leave before their batch's window, and rows are updated as soon as their last
+            gradient is here, those that the next batch waits for first. Same result; needs "nested" and "once", and a
+            model that returns weights always or never.
         row_wire, gradient_wire: as what rows and their gradients travel between ranks: "fp32", or rounded once by the
             sender to "bf16", "fp16" or "int8" (a step per row). Fewer bytes, another result, the same in every
             schedule; a rank's own rows are rounded too.
@@ -77,6 +80,7 @@ class PipelineConfig:
     schedule: str = "nested"
     num_micro_batches: int | Literal["auto"] = 4
     row_transfer: str = "once"
+    early_send: bool = False
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
     clustering: str = "key"
@@ -93,6 +97,11 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
         _one_of("row_transfer", self.row_transfer, ("once", "per_micro_batch"))
+        if self.early_send and (self.schedule, self.row_transfer) != ("nested", "once"):
+            raise ValueError(
+                f"early_send needs schedule='nested' and row_transfer='once', got {self.schedule!r} and "
+                f"{self.row_transfer!r}"
+            )
         _one_of("row_wire", self.row_wire, WIRE_FORMATS)
         _one_of("gradient_wire", self.gradient_wire, WIRE_FORMATS)
         _one_of("clustering", self.clustering, ("key", "none"))

@@ -35,7 +35,7 @@ class GraphError(NestPipeError, ValueError):
 
 
 class NonFiniteGradientError(NestPipeError, ArithmeticError):
-    """A gradient is NaN, infinite, or too large to be summed over ranks; names the tables and keys, or the dense part."""
+    """A gradient is NaN, infinite, or too large to be summed over ranks; names tables and keys, or the dense part."""
 
 
 class RemoteRankError(NestPipeError, RuntimeError):

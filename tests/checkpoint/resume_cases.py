@@ -15,7 +15,7 @@ from nestpipe_kernels.testing.explorer import Outcome
 from nestpipe_kernels.testing.scenario import Scenario, ScenarioBatch
 from nestpipe_kernels.testing.threads import read_pipeline, run_ranks_as_threads, scenario_config
 
-SCHEDULES = ("sequential", "dbp", "fwp", "nested")
+SCHEDULES = ("sequential", "dbp", "fwp", "nested", "nested+early")
 
 
 class Batches:

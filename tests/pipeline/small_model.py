@@ -19,8 +19,8 @@ from nestpipe_kernels.testing.explorer import read_policies, read_store
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 from nestpipe_kernels.types import UNBOUNDED
 
-EXACT = ("sequential", "dbp", "fwp", "nested")
-"""Schedules that must give the same."""
+EXACT = ("sequential", "dbp", "fwp", "nested", "nested+early")
+"""Schedules that must give the same; the last one is `nested` with early send."""
 
 Rows = dict[tuple[str, int], bytes]
 
@@ -104,11 +104,18 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def make_pipeline(model: nn.Module, schedule: str = "nested", loss_fn: Any = None, **settings: Any) -> NestedPipeline:
-    """A pipeline with two micro-batches and short waits, unless told otherwise."""
+def make_config(schedule: str = "nested", **settings: Any) -> PipelineConfig:
+    """Two micro-batches and short waits, unless told otherwise; the schedule is one of EXACT or "async"."""
     settings = {"num_micro_batches": 2, "timeout_s": 20.0, **settings}
+    if schedule.endswith("+early"):
+        schedule, settings = schedule.removesuffix("+early"), {**settings, "early_send": True, "row_transfer": "once"}
+    return PipelineConfig(schedule=schedule, **settings)
+
+
+def make_pipeline(model: nn.Module, schedule: str = "nested", loss_fn: Any = None, **settings: Any) -> NestedPipeline:
+    """A pipeline with the settings of `make_config`."""
     optimizer = dense_optimizer(model) if any(p.requires_grad for p in model.parameters()) else None
-    return NestedPipeline(model, optimizer, loss_fn, PipelineConfig(schedule=schedule, **settings))
+    return NestedPipeline(model, optimizer, loss_fn, make_config(schedule, **settings))
 
 
 @dataclass

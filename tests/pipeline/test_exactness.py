@@ -61,7 +61,7 @@ def stored(tables, storage: str):
 
 
 FACTORS = {
-    "schedule": ["dbp", "fwp", "nested"],
+    "schedule": ["dbp", "fwp", "nested", "nested+early"],
     "optimizer": list(OPTIMIZERS),
     "world_size": [1, 2, 3, 4],
     "micro_batches": [1, 2, 5, 8],
@@ -85,7 +85,7 @@ def make(case: dict, seed: int = 0, batches: int = 5) -> Scenario:
         tables=stored(TABLES[case["tables"]], case["storage"]),
         weighted=case["tables"] == "weighted",
         samples=case["samples"],
-        row_transfer=case["row_transfer"],
+        row_transfer="once" if case["schedule"] == "nested+early" else case["row_transfer"],
         row_wire=case["wires"].split("/")[0],
         gradient_wire=case["wires"].split("/")[1],
         clustering=case["clustering"],

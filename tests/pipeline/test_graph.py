@@ -13,6 +13,8 @@ from nestpipe_kernels.pipeline.validate import conflicts_without_path, redundant
 GRAPHS = [
     *((name, {"row_transfer": transfer}) for name in SCHEDULES for transfer in ("once", "per_micro_batch")),
     *((name, {"fetch": True}) for name in SCHEDULES),
+    ("nested", {"early_send": True}),
+    ("nested", {"early_send": True, "fetch": True}),
 ]
 
 
@@ -22,6 +24,8 @@ def test_schedules_are_valid_and_lanes_cannot_deadlock(name, settings, micro_bat
     graph = build_graph(name, **settings)
     validate(graph)
     check_lanes(graph, micro_batches)
+    if micro_batches < 3:
+        assert conflicts_without_path(graph, micro_batches) == []
 
 
 @pytest.mark.parametrize("fetch", [False, True])

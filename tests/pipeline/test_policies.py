@@ -18,7 +18,7 @@ from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_scenario
 
 FACTORS = {
-    "schedule": ["dbp", "fwp", "nested"],
+    "schedule": ["dbp", "fwp", "nested", "nested+early"],
     "admission": list(ADMISSION),
     "eviction": list(EVICTION),
     "optimizer": list(OPTIMIZERS),
@@ -38,7 +38,7 @@ def make(case: dict[str, Any], seed: int) -> Scenario:
         optimizer=OPTIMIZERS[case["optimizer"]],
         world_size=case["world_size"],
         micro_batches=case["micro_batches"],
-        row_transfer=case["row_transfer"],
+        row_transfer="once" if case["schedule"] == "nested+early" else case["row_transfer"],
         clustering=case["clustering"],
         seed=seed,
     )

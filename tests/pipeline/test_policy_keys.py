@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import EXACT, state_of
+from small_model import EXACT, make_config, state_of
 
 from nestpipe_kernels import init, optim, policy
-from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.errors import NonFiniteGradientError, StoreFullError
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
@@ -46,10 +45,6 @@ def play_linear(batches: Sequence[Any], schedule: str = "nested", **settings: An
         return outputs, state_of(pipeline)
 
 
-def make_config(schedule: str) -> PipelineConfig:
-    return PipelineConfig(schedule=schedule, num_micro_batches=2, timeout_s=20.0)
-
-
 @pytest.mark.parametrize("schedule", EXACT)
 def test_fault_18_a_key_without_a_row_is_skipped_and_no_other_keys_gradient_moves(schedule: str) -> None:
     chance = random.Random(0)
@@ -81,7 +76,7 @@ def test_a_nan_in_the_gradient_of_a_key_without_a_row_counts_like_any_other() ->
     """The source judges, and does not know which keys have rows."""
     bad = linear_batch([1, 2, 3], [1.0, float("nan"), 1.0])
     rule = policy.Probability(0.0)
-    with pytest.raises(NonFiniteGradientError, match="1 row gradients .table 't' key 2. are not finite"):
+    with pytest.raises(NonFiniteGradientError, match=r"1 row gradients .table 't' key 2. are not finite"):
         play_linear([bad, linear_batch([4])], admission=rule)
 
 

@@ -59,6 +59,19 @@ CASES = {
     ),
     "nested-clustered-3-ranks": ("nested", Scenario(world_size=3, clustering="key", samples=8, seed=6)),
     "nested-weighted-losses": ("nested", Scenario(weight_loss=True, seed=7)),
+    "early-3-ranks": ("nested+early", Scenario(world_size=3, micro_batches=3, samples=8, num_keys=12, seed=16)),
+    "early-weighted-and-bad": (
+        "nested+early",
+        Scenario(weight_loss=True, bad_labels=0.05, nan_policy="skip_row", seed=17),
+    ),
+    "early-evictions-short-rows": (
+        "nested+early",
+        bounded("filter_3", "score", 8, row_wire="int8", gradient_wire="fp16", seed=22),
+    ),
+    "early-a-rank-that-never-has-a-batch": (
+        "nested+early",
+        ShapedScenario(world_size=3, shapes=((4,) * 4, (), (4,) * 3), seed=11),
+    ),
     "nested-short-rows-and-gradients": ("nested", Scenario(row_wire="int8", gradient_wire="fp16", seed=15)),
     "fault-35-ranks-with-5-and-4-batches": (
         "nested",

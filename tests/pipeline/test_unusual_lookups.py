@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from small_model import EXACT, Recommender, make_batch
+from small_model import EXACT, Recommender, make_batch, make_config
 from torch.utils.checkpoint import checkpoint
 
 from nestpipe_kernels import optim
-from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.errors import CaptureError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 
@@ -61,7 +60,7 @@ class CheckpointedLookup(Variant):
 
 
 def weights_after(model, schedule="nested", parts=1):
-    config = PipelineConfig(num_micro_batches=parts, schedule=schedule, timeout_s=20.0)
+    config = make_config(schedule, num_micro_batches=parts)
     with NestedPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config) as pipeline:
         for _ in pipeline.run(batches(0)):
             pass

@@ -19,7 +19,7 @@ __all__ = [
     "own_part",
 ]
 
-PURPOSES = ("keys", "rows", "grads", "dense", "control")
+PURPOSES = ("keys", "rows", "grads", "dense", "control", "early", "resend")
 """What groups are for; each has its own queue of collectives, so one never waits behind another."""
 
 PARTS = ("group", "replica")

@@ -48,6 +48,7 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
         "schedule": config.schedule,
         "num_micro_batches": config.num_micro_batches,
         "row_transfer": config.row_transfer,
+        "early_send": config.early_send,
         "row_wire": config.row_wire,
         "gradient_wire": config.gradient_wire,
         "nan_policy": config.nan_policy,

@@ -67,6 +67,7 @@ class DrawnBatches:
             self._repeat = False
             retrieve(self._rank, batch, 0)
             gather_all(self._rank, batch, 0)
+            batch.resend = True
         elif self._retrieved != batch.index:
             if not self._prefetch:
                 self._start_routing(batch)
@@ -211,6 +212,7 @@ class DrawnBatches:
 def copy_drawn(drawn: BatchState, batch: BatchState) -> None:
     """What was drawn (and fetched), for a batch that is routed again."""
     batch.item, batch.raw, batch.size = drawn.item, drawn.raw, drawn.size
+    batch.promised_plain = drawn.promised_plain
     batch.has_batch, batch.inputs, batch.position = drawn.has_batch, drawn.inputs, drawn.position
     if drawn.failure is not None and drawn.failure.stage in ("prefetch", "fetch", "copy"):
         batch.failure = drawn.failure

@@ -13,6 +13,14 @@ writes, the resource is the same instance and the regions can share a row. `disj
 - FIRST(t, i) / LAST(t, i) are rows whose first / last micro-batch is i, USED(t, i) those that micro-batch i uses.
   LAST(t, i) and USED(t, j) are disjoint for j > i, FIRST(t, i) and FIRST(t, j) for i != j, likewise LAST.
 - ALL is everything.
+
+With early send (stages/early):
+
+- EARLY(t), URGENT(t) and REST(t) are the parts of SHARED(t): rows that the first micro-batch of t needs and B_{t-1} is
+  done with before its last one, other rows that it needs, and rows that it does not need. All are empty for batch 0.
+- DONE(t, i) are rows of B_t that are updated with micro-batch i: for i < N - 1 they have no use after i and are not
+  URGENT(t+1); DONE(t, N-1) are just URGENT(t+1). LEFT(t) are all others, so the first micro-batch of t + 1 needs none.
+- CLOSING is everything in the last micro-batch and nothing in the others.
 """
 
 from __future__ import annotations
@@ -36,6 +44,12 @@ class Region(Enum):
     FIRST = "first"
     LAST = "last"
     USED = "used"
+    EARLY = "early"
+    URGENT = "urgent"
+    REST = "rest"
+    DONE = "done"
+    LEFT = "left"
+    CLOSING = "closing"
 
 
 @dataclass(frozen=True)
@@ -103,13 +117,16 @@ class Stage:
 
 
 class Micro(Enum):
-    """How an edge pairs micro-batches: same i; i to i + 1; every i with the one batch node; only the first / last i."""
+    """How an edge pairs micro-batches: same i; i to i + 1; every i with the one batch node; only the first, the last,
+    the one before the last, or all but the first i."""
 
     EACH = "each"
     NEXT = "next"
     ALL = "all"
     FIRST = "first"
     LAST = "last"
+    LAST_BUT_ONE = "last but one"
+    LATER = "later"
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,7 @@ class Edge:
         """Readable name of the edge's class, unique in a graph."""
         shift = f"(t{self.batches:+d})" if self.batches else ""
         pair = {Micro.EACH: "", Micro.ALL: "", Micro.NEXT: "[i+1]", Micro.FIRST: "[first]", Micro.LAST: "[last]"}
+        pair |= {Micro.LAST_BUT_ONE: "[last but one]", Micro.LATER: "[later]"}
         return f"{self.source} -> {self.target}{shift}{pair[self.micro]}"
 
 
@@ -174,7 +192,13 @@ class Graph:
             else:  # from the last micro-batch to the first of another batch
                 picks = ((micro_batches - 1, 0),)
         elif source.micro or target.micro:
-            chosen = {Micro.FIRST: [0], Micro.LAST: [micro_batches - 1]}.get(edge.micro, list(range(micro_batches)))
+            every = range(micro_batches)
+            chosen = {
+                Micro.FIRST: every[:1],
+                Micro.LAST: every[-1:],
+                Micro.LAST_BUT_ONE: every[:-1][-1:],
+                Micro.LATER: every[1:],
+            }.get(edge.micro, every)
             picks = ((i, 0) if source.micro else (0, i) for i in chosen)
         else:
             picks = ((0, 0),)

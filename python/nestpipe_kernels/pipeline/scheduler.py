@@ -35,7 +35,7 @@ from .graph import Graph, Node, Stage, Unrolled
 __all__ = ["LaneScheduler", "check_lanes"]
 
 _ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "replicate_keys", "warm")
-_RETRIEVAL = ("retrieve", "gather", "sync")
+_RETRIEVAL = ("retrieve", "gather", "tell_kinds", "send_fresh", "send_soon", "send_urgent", "sync")
 _HORIZON = 3
 
 

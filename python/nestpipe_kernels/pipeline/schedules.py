@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .early_schedule import with_early_send
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
 from .replica_schedule import replicated
 
@@ -212,17 +213,34 @@ def _with_fetch(stages: Sequence[Stage], edges: Sequence[Edge], ahead: bool) -> 
     return [replace(first, accesses=item), *added, *others], new
 
 
-def build_graph(name: str, row_transfer: str = "once", *, fetch: bool = False, sparse_groups: str = "one") -> Graph:
-    """The stage graph of a schedule; `row_transfer` as in PipelineConfig, `fetch`: it has that, `sparse_groups`:
-    comm.Topology's mode. Raises ValueError for unknown names."""
+def build_graph(
+    name: str,
+    row_transfer: str = "once",
+    *,
+    fetch: bool = False,
+    sparse_groups: str = "one",
+    early_send: bool = False,
+) -> Graph:
+    """The stage graph of a schedule; `row_transfer` and `early_send` as in PipelineConfig, `fetch`: it has that,
+    `sparse_groups`: comm.Topology's mode.
+
+    Raises:
+        ValueError: an unknown name, or early send with what it does not go with.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule, once = SCHEDULES[name], row_transfer == "once"
     stages = _retrieval_stages(schedule) + _window_stages(schedule, once)
     edges = _retrieval_edges(schedule) + _window_edges(schedule, once)
+    if early_send and not (name == "nested" and once and sparse_groups == "one"):
+        raise ValueError(
+            "early_send needs schedule 'nested', row_transfer 'once' and tables without copies (sparse_groups), got "
+            f"{name!r}, {row_transfer!r} and {sparse_groups!r}"
+        )
     if fetch:
         stages, edges = _with_fetch(stages, edges, schedule.prefetch)
-    return replicated(Graph(name, tuple(stages), tuple(edges)), sparse_groups)
+    graph = Graph(name, tuple(stages), tuple(edges))
+    return with_early_send(graph) if early_send else replicated(graph, sparse_groups)
 
 
 def evaluation_graph(fetch: bool = False) -> Graph:

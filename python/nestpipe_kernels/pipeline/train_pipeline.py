@@ -101,7 +101,14 @@ class NestedPipeline:
         bindings = bind_stores(modules)
         tiers = any(binding.store.tier is not None for binding in bindings)
         topology = Topology(communicator, _shared_groups(modules))
-        graph = _valid_graph(config.schedule, config.row_transfer, config.fetch is not None, tiers, topology.mode)
+        graph = _valid_graph(
+            config.schedule,
+            config.row_transfer,
+            config.fetch is not None,
+            config.early_send,
+            tiers,
+            topology.mode,
+        )
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
@@ -369,9 +376,9 @@ class NestedPipeline:
         if batch.ended:
             self._finish_epoch(batch)
             raise StopIteration
+        scheduler.run_caller("begin", batch)
         drawn.take_first()
         batch.statistics = [buffer.clone() for buffer in self._statistics]
-        scheduler.run_caller("begin", batch)
         for micro in range(self.rank.num_micro_batches):
             scheduler.run_caller("forward_backward", batch, micro)
         scheduler.run_caller("verdict", batch)
@@ -588,9 +595,13 @@ class _BatchFailed(Exception):
 
 
 @functools.cache
-def _valid_graph(schedule: str, row_transfer: str, fetch: bool, tiers: bool, sparse_groups: str) -> Graph:
+def _valid_graph(
+    schedule: str, row_transfer: str, fetch: bool, early_send: bool, tiers: bool, sparse_groups: str
+) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
-    graph = build_graph(schedule, row_transfer, fetch=fetch)
+    graph = build_graph(schedule, row_transfer, fetch=fetch, sparse_groups="one", early_send=early_send)
+    if early_send and sparse_groups != "one":
+        raise ValueError("early_send does not go with several copies of the tables (sparse_groups) yet")
     if tiers:
         graph = with_warming(graph)
     graph = replicated(graph, sparse_groups)

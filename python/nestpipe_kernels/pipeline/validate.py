@@ -21,24 +21,53 @@ _BATCHES = 5
 _MICRO_BATCHES = 3
 
 
-def disjoint(a: Access, na: Node, b: Access, nb: Node) -> bool:
+_OF_BATCH = {Region.FRESH, Region.SHARED, Region.EARLY, Region.URGENT, Region.REST}
+"""Parts of a batch that its relation to the batch before tells apart; SHARED is the last three together."""
+
+
+def disjoint(a: Access, na: Node, b: Access, nb: Node, micro_batches: int = _MICRO_BATCHES) -> bool:
     """Whether two accesses to one resource instance can never touch the same row."""
     if na.batch > nb.batch:
         a, na, b, nb = b, nb, a, na
-    same, pair = na.batch == nb.batch, {a.region, b.region}
-    if same and pair == {Region.FRESH, Region.SHARED}:
-        return True
-    if nb.batch == na.batch + 1:
-        if b.region is Region.FRESH and a.region in (Region.BATCH, Region.SHARED, Region.FRESH):
+    for access, node in ((a, na), (b, nb)):
+        if access.region is Region.CLOSING and node.micro != micro_batches - 1:
             return True
-        if b.region is Region.NEW and a.region in (Region.BATCH, Region.SHARED, Region.FRESH):
+        if access.region is Region.REST and micro_batches == 1:
             return True
-    if same and a.region is b.region and a.region in (Region.FIRST, Region.LAST):
+        if access.region in _OF_BATCH and access.region is not Region.FRESH and not node.batch:
+            return True
+    if na.batch == nb.batch:
+        return _disjoint_in_batch(a, na, b, nb)
+    return nb.batch == na.batch + 1 and _disjoint_from_next(a, na, b, micro_batches)
+
+
+def _disjoint_in_batch(a: Access, na: Node, b: Access, nb: Node) -> bool:
+    pair = {a.region, b.region}
+    if pair <= _OF_BATCH:
+        return len(pair) == 2 and not (Region.SHARED in pair and Region.FRESH not in pair)
+    if a.region is b.region and a.region in (Region.FIRST, Region.LAST, Region.DONE):
         return na.micro != nb.micro
-    if same and pair == {Region.LAST, Region.USED}:
+    if pair == {Region.FIRST, Region.REST}:
+        return (na if a.region is Region.FIRST else nb).micro == 0
+    if Region.DONE in pair:
+        done, other, region = (na, nb, b.region) if a.region is Region.DONE else (nb, na, a.region)
+        if region is Region.REST:  # not needed first, so not done first
+            return not done.micro
+        return region is Region.LEFT or (region in (Region.FIRST, Region.LAST) and other.micro > done.micro)
+    if pair == {Region.LAST, Region.USED}:
         last, used = (na, nb) if a.region is Region.LAST else (nb, na)
         return used.micro > last.micro
     return False
+
+
+def _disjoint_from_next(a: Access, na: Node, b: Access, micro_batches: int) -> bool:
+    if b.region in (Region.FRESH, Region.NEW):
+        return a.region is Region.BATCH or a.region in _OF_BATCH
+    if a.region is Region.LEFT:
+        return b.region in (Region.EARLY, Region.URGENT)
+    if a.region is Region.DONE and na.micro == micro_batches - 1:
+        return b.region in (Region.EARLY, Region.REST)
+    return a.region is Region.DONE and b.region is Region.URGENT
 
 
 def _reachable(unrolled: Unrolled, skip: str = "") -> dict[Node, int]:
@@ -66,7 +95,7 @@ def _conflicting_pairs(unrolled: Unrolled) -> list[tuple[Node, Node, str]]:
     pairs = []
     for (resource, _), users in by_instance.items():
         for (na, a), (nb, b) in combinations(users, 2):
-            if na != nb and (a.writes or b.writes) and not disjoint(a, na, b, nb):
+            if na != nb and (a.writes or b.writes) and not disjoint(a, na, b, nb, unrolled.micro_batches):
                 pairs.append((na, nb, resource))
     return pairs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..ops.scatter_add_rows import scatter_add_rows
 from ..types import RowStore
 from .finite import bad_sources, judge_own
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
-from .state import BatchState, Failure, RankState, Verdict, upstream
+from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
 
 __all__ = [
     "begin",
@@ -21,7 +23,9 @@ __all__ = [
     "dense_sum",
     "post_flags",
     "reduce_grads",
+    "sum_sources",
     "update",
+    "update_rows",
     "verdict",
 ]
 
@@ -37,24 +41,41 @@ def begin(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Mean over sources of the row gradients: ascending, each divided by its own divisor, divided by their number
-    last."""
-    world = rank.communicator.size
-    for binding, owner in zip(rank.bindings, batch.owner):
-        total = torch.zeros(len(owner.keys), binding.store.dim, dtype=torch.float32)
-        owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
-        assert owner.boxes is not None
-        start = 0
-        for peer, length in enumerate(owner.per_peer):
-            slot, part = owner.slot[start : start + length], owner.boxes[start : start + length]
-            if batch.divisors and batch.divisors[peer] != 1.0:
-                part = part / batch.divisors[peer]
-            owner.countable[slot[bad_sources(part, world)]] = False
-            scatter_add_rows(total, slot, part)
-            start += length
-        sources = len(owner.per_peer)
-        owner.row_gradients = total / sources if sources > 1 else total
+    """Mean over sources of all row gradients."""
+    for owner in batch.owner:
+        sum_sources(rank, batch, owner)
         owner.boxes = None
+
+
+def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Tensor | None = None) -> None:
+    """Mean over sources of row gradients: ascending, each divided by its own divisor, divided by their number last.
+
+    `chosen`: bool [U], rows whose gradients are all in their boxes, or None for all rows.
+    """
+    world = rank.communicator.size
+    assert owner.boxes is not None
+    if owner.row_gradients is None:
+        owner.row_gradients = torch.zeros(len(owner.keys), owner.boxes.shape[1], dtype=torch.float32)
+        owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
+    total, countable = owner.row_gradients, owner.countable
+    assert countable is not None
+    wanted = None if chosen is None else chosen[owner.slot]
+    start = 0
+    for peer, length in enumerate(owner.per_peer):
+        slot, part = owner.slot[start : start + length], owner.boxes[start : start + length]
+        if wanted is not None:
+            picked = torch.nonzero(wanted[start : start + length]).squeeze(1)
+            slot, part = slot[picked], part[picked]
+        if batch.divisors and batch.divisors[peer] != 1.0:
+            part = part / batch.divisors[peer]
+        countable[slot[bad_sources(part, world)]] = False
+        scatter_add_rows(total, slot, part)
+        start += length
+    sources = len(owner.per_peer)
+    if sources > 1 and chosen is None:
+        total /= sources
+    elif sources > 1:
+        total[chosen] /= sources
 
 
 def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:
@@ -200,22 +221,32 @@ def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def update(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Row updates in the buffer; nothing where the verdict is bad, nothing for frozen tables, for gradients that are
-    not finite, and for keys without a row."""
+    """Row updates in the buffer; nothing where the verdict is bad."""
     assert batch.verdict is not None
-    if not batch.verdict.ok:
-        return
-    for binding, owner, rates in zip(rank.bindings, batch.owner, batch.learning_rates):
+    if batch.verdict.ok:
+        update_rows(rank, batch)
+    for owner in batch.owner:
+        owner.row_gradients = None
+
+
+def update_rows(rank: RankState, batch: BatchState, chosen: Sequence[Tensor] | None = None) -> None:
+    """Update rows in the buffer, of every store all or those of a mask bool [U]; but not those of frozen tables, those
+    with gradients that do not count, and keys without a row."""
+    for k, (binding, owner, rates) in enumerate(zip(rank.bindings, batch.owner, batch.learning_rates)):
         assert owner.buffer is not None and owner.row_gradients is not None and owner.countable is not None
         assert owner.retrieval is not None
-        mask = owner.countable & (owner.retrieval.handles >= 0)
-        mask &= _trainable(binding.store)[owner.tables.to(torch.int64)]
+        if owner.movable is None:
+            owner.movable = _trainable(binding.store)[owner.tables.to(torch.int64)] & (owner.retrieval.handles >= 0)
+        mask = owner.countable & owner.movable
+        if chosen is not None:
+            mask &= chosen[k]
+            if not bool(mask.any()):
+                continue
         rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
         row_update(
             owner.buffer, owner.row_gradients, binding.store.optimizer, batch.step, rate,
             None if bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
         )  # fmt: skip
-        owner.row_gradients = None
 
 
 def _trainable(store: RowStore) -> Tensor:

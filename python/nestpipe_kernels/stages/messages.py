@@ -17,7 +17,7 @@ __all__ = ["FIXED_WORDS", "Flags", "join_rows", "message_counts", "pack_flags", 
 
 _MAGIC = 0x4E50_0001
 _TEXT_WORDS = 48
-_HEAD_WORDS = 10
+_HEAD_WORDS = 11
 _SUM_AT = 9
 FIXED_WORDS = _HEAD_WORDS + _TEXT_WORDS
 
@@ -35,6 +35,7 @@ class Flags:
         sparse_bad: int = 0,
         dense_bad: bool = False,
         text: str = "",
+        plain: bool = False,
     ) -> None:
         self.batch = batch
         self.micro_batches = micro_batches
@@ -44,6 +45,8 @@ class Flags:
         self.micro = failure.micro if failure is not None else 0
         self.sparse_bad = sparse_bad
         self.dense_bad = dense_bad
+        self.plain = plain
+        """Its model is known to return no weights."""
         self.text = f"{failure.stage}\n{failure.message}" if failure is not None else text
 
     def as_failure(self, rank: int) -> Failure:
@@ -58,7 +61,7 @@ def pack_flags(flags: Flags, extra: Sequence[int] = ()) -> Tensor:
     padded = text + b"\0" * (_TEXT_WORDS * 8 - len(text))
     head = [_MAGIC, flags.batch, flags.micro_batches, int(flags.training), int(flags.has_batch)]
     failed = 1 + flags.micro if flags.failed else 0
-    words = [*head, failed, flags.sparse_bad, int(flags.dense_bad), len(text), 0]
+    words = [*head, failed, flags.sparse_bad, int(flags.dense_bad), len(text), 0, int(flags.plain)]
     body = torch.frombuffer(bytearray(padded), dtype=torch.int64)
     message = torch.cat([torch.tensor(words, dtype=torch.int64), body, torch.tensor(list(extra), dtype=torch.int64)])
     message[_SUM_AT] = _checksum(message)
@@ -95,7 +98,7 @@ def unpack_flags(words: Tensor, rank: int, expect: Flags) -> Flags:
                 "the same settings"
             )
     text = words[_HEAD_WORDS:FIXED_WORDS].numpy().tobytes()[: head[8]].decode(errors="replace")
-    flags = Flags(head[1], head[2], bool(head[3]), bool(head[4]), None, head[6], bool(head[7]), text)
+    flags = Flags(head[1], head[2], bool(head[3]), bool(head[4]), None, head[6], bool(head[7]), text, bool(head[10]))
     flags.failed, flags.micro = bool(head[5]), max(head[5] - 1, 0)
     return flags
 

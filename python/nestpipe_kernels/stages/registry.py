@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from . import commit, replicas, retrieval, routing, window
+from . import commit, early, replicas, retrieval, routing, window
 from .counting import profiler_range
 from .state import BatchState, RankState
 
@@ -47,6 +47,16 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "average_send": replicas.average_send,
     "average_rows": replicas.average_rows,
     "write_back": retrieval.write_back,
+    "early_begin": early.begin,
+    "early_tell": early.tell_kinds,
+    "early_fresh": early.send_fresh,
+    "early_soon": early.send_soon,
+    "early_urgent": early.send_urgent,
+    "early_rows": early.send_rows,
+    "early_grads": early.send_grads,
+    "early_recv": early.recv_grads,
+    "early_rest": early.send_remaining_grads,
+    "early_update": early.update,
 }
 
 

@@ -38,6 +38,7 @@ def prefetch(rank: RankState, batch: BatchState, micro: int) -> None:
     source = rank.source
     if source is None or source.exhausted:
         return
+    batch.promised_plain = rank.weighted is False  # here, where it does not depend on how far other lanes are
     with batch.guard(rank.communicator.rank, "prefetch"):
         if not hasattr(source.iterator, "__next__"):
             raise TypeError(
@@ -218,6 +219,7 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
 
 def announce(rank: RankState, batch: BatchState) -> None:
     """Post this rank's flags and the lengths of its key lists to every owner, in all sparse groups."""
+    batch.promised_plain |= not batch.size
     flags = _flags(rank, batch)
     world = rank.communicator.size
     shards = [peer % rank.topology.num_shards for peer in range(world)]
@@ -230,7 +232,8 @@ def announce(rank: RankState, batch: BatchState) -> None:
 
 
 def _flags(rank: RankState, batch: BatchState) -> Flags:
-    return Flags(batch.index, rank.num_micro_batches, batch.training, batch.has_batch, batch.failure)
+    plain = batch.promised_plain
+    return Flags(batch.index, rank.num_micro_batches, batch.training, batch.has_batch, batch.failure, plain=plain)
 
 
 def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -244,6 +247,7 @@ def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
     failed = [p for p, flags in enumerate(peers) if flags.failed]
     batch.ended = not failed and not any(flags.has_batch for flags in peers)
     batch.skipped = batch.ended or bool(failed)
+    batch.weighted_sources = not all(flags.plain for flags in peers)
     if failed:
         batch.remote = peers[failed[0]].as_failure(failed[0])
     if batch.skipped:

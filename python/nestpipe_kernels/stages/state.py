@@ -130,6 +130,8 @@ class RankState:
     """What the source gives -> a batch; None: it gives batches."""
     source: Source | None = None
     """Where `prefetch` draws from."""
+    weighted: bool | None = None
+    """Whether the model returned weights when it last ran; None before."""
     on_write_back: list[RowHook] = field(default_factory=list)
     on_eviction: list[RowHook] = field(default_factory=list)
     counting: bool = False
@@ -186,7 +188,8 @@ class Failure:
         return _AFTER_WINDOW
 
 
-_BEFORE_WINDOW = ("fetch", "prefetch", "copy", "route", "warm", "find", "retrieve", "gather", "sync")
+_RETRIEVED = ("retrieve", "gather", "tell_kinds", "early_sync", "sync")
+_BEFORE_WINDOW = ("fetch", "prefetch", "copy", "route", "warm", "find", *_RETRIEVED)
 _IN_WINDOW = ("send_rows", "forward", "forward_backward")
 _AFTER_WINDOW = 1 << 30
 
@@ -226,6 +229,8 @@ class StorePlan:
     """StoreKeys of each micro-batch (all calls of the module, concatenated), None for an empty one."""
     peaks: Tensor | None = None
     """float32 [M]: largest magnitude of each gradient that has been sent."""
+    last_grads: tuple[Transfer, Transfer] | None = None
+    """Early send: gradients of the last micro-batch, the urgent ones and the others."""
     summed: Tensor | None = None
     """float32 [M, dim]: gradients sent so far, where they are sent for every micro-batch."""
 
@@ -260,8 +265,39 @@ class OwnerKeys:
     """float32 [M, dim]: gradients as received, per source."""
     row_gradients: Tensor | None = None
     """float32 [U, dim], averaged over ranks."""
+    urgent: Tensor | None = None
+    """bool [U]: early send: rows that the next batch's first micro-batch waits for."""
+    last_grads: tuple[Transfer, Transfer] | None = None
+    """Early send: gradients of the last micro-batch, the urgent ones and the others."""
+    pending: Tensor | None = None
+    """bool [U]: early send: rows that have not been updated yet."""
+    last_micro: Tensor | None = None
     countable: Tensor | None = None
     """bool [U]: no source's gradient is bad (stages/finite)."""
+    movable: Tensor | None = None
+    """bool [U]: rows that are there, of tables that are trained."""
+
+    def last_use(self) -> Tensor:
+        """int64 [U]: the last micro-batch in which any source uses each row."""
+        if self.last_micro is None:
+            self.last_micro = torch.zeros(len(self.keys), dtype=torch.int64)
+            for micro, move in enumerate(self.grads):
+                self.last_micro[self.slot[move.positions]] = micro
+        return self.last_micro
+
+
+@dataclass
+class EarlyRows:
+    """Early send: which rows of a batch's first micro-batch leave when; lists by kind (stages/early) and store."""
+
+    before: BatchState | None
+    """The batch before, until its last rows have been copied from its buffer."""
+    copies: list[list[tuple[Tensor, Tensor] | None]] = field(default_factory=lambda: [[], [], []])
+    """[kind][store]: rows of the batch before and of this one that hold the same keys."""
+    outgoing: list[list[Transfer]] = field(default_factory=list)
+    """[store][kind], as an owner."""
+    incoming: list[list[Transfer]] = field(default_factory=list)
+    """[store][kind], as a source."""
 
 
 @dataclass
@@ -340,6 +376,17 @@ class BatchState:
     """What the pipeline noted before it was drawn."""
     key_sizes: list[list[int]] = field(default_factory=list)
     """[W][num_stores] lengths of the lists that each source announced for this rank's shard."""
+    weighted_sources: bool = True
+    """Whether some rank's model may return weights for this batch, as far as the announcements say."""
+    promised_plain: bool = False
+    """This rank has announced that its model returns none."""
+    early: EarlyRows | None = None
+    resend: bool = False
+    """Early send: rows may have changed since they were sent, on this rank."""
+    remaining: list[Tensor] = field(default_factory=list)
+    """Early send: of every store, gradients of the last micro-batch that are not urgent, until they are sent."""
+    arrivals: dict[int, list[tuple[tuple[str, int], list[Transfer]]]] = field(default_factory=dict)
+    """For each micro-batch: exchanges that bring its rows, in the order in which they land, and what is in them."""
     losses: list[tuple[float, Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     weighted: bool | None = None

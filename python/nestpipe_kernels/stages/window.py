@@ -27,6 +27,8 @@ __all__ = [
     "forward",
     "forward_backward",
     "land_rows",
+    "post_grads",
+    "post_rows",
     "put_gradients",
     "recv_grads",
     "send_grads",
@@ -40,37 +42,51 @@ def _per_peer(transfers: list[Transfer]) -> list[list[int]]:
 
 def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Embeddings that each source needs from here on for micro-batch `micro`, copied out of the buffer."""
+    outgoing = [owner.rows[micro] for owner in batch.owner]
+    incoming = [plan.rows[micro] for plan in batch.plans]
+    post_rows(rank, batch, "rows", ("rows", micro), micro, outgoing, incoming)
+
+
+def post_rows(
+    rank: RankState,
+    batch: BatchState,
+    purpose: str,
+    name: tuple[str, int],
+    micro: int,
+    outgoing: list[Transfer],
+    incoming: list[Transfer],
+) -> None:
+    """Send chosen rows of the buffer, of every store; they land with micro-batch `micro`."""
     dims = [b.store.dim for b in rank.bindings]
-    moves = [owner.rows[micro] for owner in batch.owner]
     parts: list[Tensor] = []
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "send_rows", micro):
-            for binding, owner, move in zip(rank.bindings, batch.owner, moves):
+            for binding, owner, move in zip(rank.bindings, batch.owner, outgoing):
                 assert owner.buffer is not None
                 store = binding.store
                 wanted = owner.slot[move.positions]
                 parts.append(gather_rows(owner.buffer, wanted, store.dim, data_type=store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
-        parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(moves, dims)]
+        parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(outgoing, dims)]
     world, wire = rank.topology.num_shards, rank.row_wire
-    incoming = [plan.rows[micro].per_peer for plan in batch.plans]
-    group, message = rank.topology.group.group("rows"), join_rows(parts, _per_peer(moves), wire)
-    outgoing = message_counts(_per_peer(moves), dims, world, wire)
+    group, message = rank.topology.group.group(purpose), join_rows(parts, _per_peer(outgoing), wire)
+    sizes = message_counts(_per_peer(outgoing), dims, world, wire)
     handle = group.all_to_all(
-        message, outgoing, message_counts(incoming, dims, world, wire), f"{batch.tag}/rows/{micro}"
+        message, sizes, message_counts(_per_peer(incoming), dims, world, wire), f"{batch.tag}/{name[0]}/{name[1]}"
     )
-    batch.counts.sent.append(Sent.of("rows", group.rank, _per_peer(moves), message, outgoing))
-    batch.post("rows", micro, handle)
+    batch.counts.sent.append(Sent.of("rows", group.rank, _per_peer(outgoing), message, sizes))
+    batch.post(*name, handle)
+    batch.arrivals.setdefault(micro, []).append((name, incoming))
 
 
 def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Wait for the rows of a micro-batch and put them where its lookups find them."""
     dims = [b.store.dim for b in rank.bindings]
-    moves = [plan.rows[micro] for plan in batch.plans]
-    message = batch.land("rows", micro)
-    rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.topology.num_shards)
-    for plan, move, part in zip(batch.plans, moves, rows):
-        scatter_rows(plan.received, move.positions, part)
+    for name, moves in batch.arrivals.pop(micro):
+        message = batch.land(*name)
+        rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.topology.num_shards)
+        for plan, move, part in zip(batch.plans, moves, rows):
+            scatter_rows(plan.received, move.positions, part)
 
 
 class MicroContext:
@@ -164,7 +180,13 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
                     "the model returned a weight with some micro-batches of a batch and none with others; return one "
                     "always or never"
                 )
-            batch.weighted = weight is not None
+            batch.weighted = rank.weighted = weight is not None
+            if batch.weighted and batch.early is not None and batch.promised_plain:
+                raise TypeError(
+                    "the model returned a weight, after batches without one: with early_send it must return one always "
+                    "or never, since rows are updated before the sum of weights is known. This batch, and those drawn "
+                    "ahead, are not trained"
+                )
             if weight is not None:
                 coefficient = float(weight)
                 batch.divisor = coefficient if number == 0 or not batch.losses else batch.divisor + coefficient
@@ -227,29 +249,41 @@ def forward(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     """Summed gradients that are complete with this micro-batch, to their owners; their accumulators are free again."""
-    dims = [b.store.dim for b in rank.bindings]
     moves = [plan.grads[micro] for plan in batch.plans]
     parts = []
-    for plan, move, dim in zip(batch.plans, moves, dims):
-        parts.append(gather_rows(plan.gradients, move.positions, dim))
+    for plan, move in zip(batch.plans, moves):
+        parts.append(gather_rows(plan.gradients, move.positions, plan.gradients.shape[1]))
         zero_rows(plan.gradients, move.positions)
+    last = micro == rank.num_micro_batches - 1
+    post_grads(rank, batch, ("grads", micro), parts, moves, [owner.grads[micro] for owner in batch.owner], last)
+    for plan, move, part in zip(batch.plans, moves, parts):
+        _judge_later(rank, plan, move, as_read(part, rank.gradient_wire), micro)
+
+
+def post_grads(
+    rank: RankState,
+    batch: BatchState,
+    name: tuple[str, int],
+    parts: list[Tensor],
+    outgoing: list[Transfer],
+    incoming: list[Transfer],
+    last: bool,
+) -> None:
+    """Send gradients of every store, the last with this rank's divisor: the sum of weights is not known before."""
+    dims = [b.store.dim for b in rank.bindings]
     world, wire = rank.topology.num_shards, rank.gradient_wire
-    incoming = [owner.grads[micro].per_peer for owner in batch.owner]
-    # Only the last message's divisor counts: before that the sum of weights is not known yet.
-    divisor = batch.loss_divisor if micro == rank.num_micro_batches - 1 else 1.0
-    message = join_rows(parts, _per_peer(moves), wire, lead=torch.full((world,), divisor, dtype=torch.float32))
-    outgoing = message_counts(_per_peer(moves), dims, world, wire, lead=True)
+    lead = torch.full((world,), batch.loss_divisor if last else 1.0, dtype=torch.float32)
+    message = join_rows(parts, _per_peer(outgoing), wire, lead=lead)
+    sizes = message_counts(_per_peer(outgoing), dims, world, wire, lead=True)
     group = rank.topology.group.group("grads")
     handle = group.all_to_all(
         message,
-        outgoing,
-        message_counts(incoming, dims, world, wire, lead=True),
-        f"{batch.tag}/grads/{micro}",
+        sizes,
+        message_counts(_per_peer(incoming), dims, world, wire, lead=True),
+        f"{batch.tag}/{name[0]}/{name[1]}",
     )
-    batch.counts.sent.append(Sent.of("grads", group.rank, _per_peer(moves), message, outgoing))
-    batch.post("grads", micro, handle)
-    for plan, move, part in zip(batch.plans, moves, parts):
-        _judge_later(rank, plan, move, as_read(part, wire), micro)
+    batch.counts.sent.append(Sent.of("grads", group.rank, _per_peer(outgoing), message, sizes))
+    batch.post(*name, handle)
 
 
 def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor, micro: int) -> None:

@@ -250,6 +250,7 @@ class Scenario:
                     clustering=self.clustering == "key",
                     nan_policy=self.nan_policy,
                     poison=True,
+                    weighted=self.weight_loss,
                     model=model,
                     call_model=lambda m, batch: (*m(batch), None)[:3],
                     dense_optimizer=self.dense_optimizer(model),

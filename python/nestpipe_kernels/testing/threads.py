@@ -17,11 +17,12 @@ __all__ = ["read_pipeline", "run_ranks_as_threads", "run_scenario", "scenario_co
 
 
 def scenario_config(scenario: Scenario, schedule: str, timeout_s: float = 30.0) -> PipelineConfig:
-    """The PipelineConfig that a scenario stands for."""
+    """The PipelineConfig that a scenario stands for; the schedule "nested+early" is `nested` with early send."""
     return PipelineConfig(
-        schedule=schedule,
+        schedule=schedule.removesuffix("+early"),
         num_micro_batches=scenario.micro_batches,
         row_transfer=scenario.row_transfer,
+        early_send=schedule.endswith("+early"),
         row_wire=scenario.row_wire,
         gradient_wire=scenario.gradient_wire,
         clustering=scenario.clustering,
