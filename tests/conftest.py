@@ -12,6 +12,13 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starting processes takes long on a machine that has other work."""
+    for item in items:
+        if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
+
+
 def _from_environment(variable: str, *parts: str) -> Path:
     """The file that an environment variable leads to; without it the test is skipped, or fails where CI=true."""
     root = os.environ.get(variable)

@@ -99,7 +99,8 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path):
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 130
     assert err.splitlines()[-1] == "interrupted; all ranks have ended"
-    kinds = {ended(tmp_path, rank)[1][0].partition(":")[0] for rank in (0, 1)}
+    # A rank that does not get to say so in time has been killed by the launcher.
+    kinds = {ended(tmp_path, rank)[1][0].partition(":")[0] for rank in (0, 1) if (tmp_path / f"end{rank}").exists()}
     assert "KeyboardInterrupt" in kinds
     assert_nothing_left(tmp_path)
 
