@@ -53,7 +53,7 @@ def rows_of(scenario: Scenario) -> list[list[Rows]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "dbp", "nested"])
+@pytest.mark.parametrize("schedule", ["sequential", "nested", "nested+early"])
 def test_rows_are_those_of_the_batches(schedule: str) -> None:
     wanted, found = rows_of(SCENARIO), counted(SCENARIO, schedule)
     assert len(found[0]) == len(found[1]) >= 3

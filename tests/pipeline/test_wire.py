@@ -34,30 +34,21 @@ class CountingGroup:
         return self.group.all_to_all(send, send_counts, receive_counts, tag, out)
 
 
-class CountingCommunicator:
-    """Hands on to a communicator, with its groups counted."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.sent = inner, {}
-        self.rank, self.size, self.timeout_s = inner.rank, inner.size, inner.timeout_s
-
-    def group(self, purpose: str) -> CountingGroup:
-        return CountingGroup(self.inner.group(purpose), self.sent, purpose)
-
-    def with_timeout(self, timeout_s: float) -> CountingCommunicator:
-        return self
-
-    def close(self) -> None:
-        self.inner.close()
+def count_groups(communicator: Any) -> dict[str, list[int]]:
+    """Bytes of every exchange by purpose, from now on."""
+    sent: dict[str, list[int]] = {}
+    inner = communicator.group
+    communicator.group = lambda purpose: CountingGroup(inner(purpose), sent, purpose)
+    return sent
 
 
 def bytes_sent(scenario: Scenario, schedule: str) -> tuple[int, int, list[int]]:
     """Bytes of rows and of gradients over all ranks, and the distinct keys of each dim that the sources had."""
 
     def body(rank: int, communicator: Any) -> tuple[dict[str, list[int]], list[int]]:
-        counted = CountingCommunicator(communicator)
+        sent = count_groups(communicator)
         generator = scenario.generator(rank)
-        model = scenario.model(counted, generator)
+        model = scenario.model(communicator, generator)
         with nk.NestedPipeline(
             model, scenario.dense_optimizer(model), config=scenario_config(scenario, schedule)
         ) as pipeline:
@@ -67,7 +58,7 @@ def bytes_sent(scenario: Scenario, schedule: str) -> tuple[int, int, list[int]]:
         for batch in scenario.loader(rank, scenario.generator(rank)):
             distinct[0] += len(set(batch.sparse["user"].values().tolist()))
             distinct[1] += len(set(batch.sparse["item"].values().tolist() + batch.sparse["history"].values().tolist()))
-        return counted.sent, distinct
+        return sent, distinct
 
     parts = run_ranks_as_threads(scenario.world_size, body)
     total = [sum(sum(sent[name]) for sent, _ in parts) for name in ("rows", "grads")]

@@ -121,7 +121,7 @@ def _counters(
 ) -> StepCounters:
     statuses, verdict = batch.counts.statuses, batch.verdict
     assert statuses is not None and verdict is not None
-    rows = [sent for sent in batch.counts.sent if sent.purpose == "rows"]
+    rows = list(batch.counts.sent)
     gradients, gradient_bytes = _gradients(rank, batch)
     return StepCounters(
         step=batch.clock,

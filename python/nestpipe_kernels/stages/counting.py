@@ -20,18 +20,17 @@ __all__ = ["BatchCounts", "Sent", "count_retrieval", "profiler_range"]
 
 @dataclass(frozen=True)
 class Sent:
-    """One message of rows or gradients that this rank has sent."""
+    """One message of rows that this rank has sent."""
 
-    purpose: str
     rows: int
     """To all ranks, itself included."""
     bytes_out: int
     """To other ranks."""
 
     @staticmethod
-    def of(purpose: str, rank: int, moved: Sequence[Sequence[int]], message: Tensor, elements: Sequence[int]) -> Sent:
+    def of(rank: int, moved: Sequence[Sequence[int]], message: Tensor, elements: Sequence[int]) -> Sent:
         """`moved` rows per store and peer, in `message` with `elements` for each peer."""
-        return Sent(purpose, sum(map(sum, moved)), (sum(elements) - elements[rank]) * message.element_size())
+        return Sent(sum(map(sum, moved)), (sum(elements) - elements[rank]) * message.element_size())
 
 
 @dataclass

@@ -74,7 +74,7 @@ def post_rows(
     handle = group.all_to_all(
         message, sizes, message_counts(_per_peer(incoming), dims, world, wire), f"{batch.tag}/{name[0]}/{name[1]}"
     )
-    batch.counts.sent.append(Sent.of("rows", group.rank, _per_peer(outgoing), message, sizes))
+    batch.counts.sent.append(Sent.of(group.rank, _per_peer(outgoing), message, sizes))
     batch.post(*name, handle)
     batch.arrivals.setdefault(micro, []).append((name, incoming))
 
@@ -282,7 +282,6 @@ def post_grads(
         message_counts(_per_peer(incoming), dims, world, wire, lead=True),
         f"{batch.tag}/{name[0]}/{name[1]}",
     )
-    batch.counts.sent.append(Sent.of("grads", group.rank, _per_peer(outgoing), message, sizes))
     batch.post(*name, handle)
 
 
