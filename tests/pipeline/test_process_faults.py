@@ -115,7 +115,7 @@ def test_fault_38_a_rank_killed_in_a_stage(world, tmp_path, number, stage):
 def test_fault_38_a_rank_killed_in_any_stage_of_any_schedule(world, tmp_path, schedule, rank):
     for stage in build_graph(schedule).stages:
         for micro in range(2 if stage.micro else 1):
-            case = Case(str(tmp_path / f"{stage.name}{micro}" / "run"), schedule, 3, save_after=2)
+            case = Case(str(tmp_path / f"{stage.name}{micro}" / "run"), schedule, 3, save_after=2 * (schedule != "async"))
             case.fault = Fault(rank, "kill", stage.name, micro=micro)
             assert_killed_rank_is_named(world, case)
 
