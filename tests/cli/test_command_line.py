@@ -80,6 +80,7 @@ def test_bad_arguments_are_one_line(capsys, arguments: list[str], message: str) 
             ["--row-transfer", "per_micro_batch", "--micro-batches", "64"],
             "--micro-batches must be <= 63 with per_micro_batch, got 64",
         ),
+        (["--early-send", "--schedule", "fwp"], "--early-send needs --schedule nested and --row-transfer once"),
     ],
 )
 @pytest.mark.parametrize("nproc", ["1", "2"])

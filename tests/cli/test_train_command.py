@@ -46,6 +46,11 @@ def test_short_rows_on_the_wire_are_identical_too(capsys, monkeypatch) -> None:
     assert len({tuple(one.tolist()) for one in losses}) == 3
 
 
+def test_early_send_is_identical_too(capsys) -> None:
+    assert main(["train", "--compare", "--early-send", *SMALL]) == 0
+    assert "result: identical (nested against sequential: losses of 4 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_can_be_chosen(capsys, optimizer: str) -> None:
     settings = ["--weight-decay", "0.01", *(["--momentum", "0.9"] if optimizer == "sgd" else [])]

@@ -52,6 +52,7 @@ class TrainOptions:
     checkpoint_every: int | None = None
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
+    early_send: bool = False
 
     def __post_init__(self) -> None:
         if self.compare and self.checkpoint is not None:
@@ -66,6 +67,8 @@ class TrainOptions:
             raise ValueError("--nproc starts ranks itself; leave it out where torchrun has started them")
         if self.timeline is not None and not self.timeline.lower().endswith(TIMELINE_SUFFIXES):
             raise ValueError(f"--timeline must end in {', '.join(TIMELINE_SUFFIXES)}, got {self.timeline!r}")
+        if self.early_send and (self.schedule, self.row_transfer) != ("nested", "once"):
+            raise ValueError("--early-send needs --schedule nested and --row-transfer once")
         if self.row_transfer == "per_micro_batch" and self.micro_batches > 63:
             raise ValueError(f"--micro-batches must be <= 63 with per_micro_batch, got {self.micro_batches}")
 
@@ -138,6 +141,7 @@ def add_train(commands: Any) -> None:
     how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
     how.add_argument("--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch (4)")
     how.add_argument("--row-transfer", choices=("once", "per_micro_batch"), default="once", help="once (default)")
+    how.add_argument("--early-send", action="store_true", help="rows leave before their batch's turn (nested)")
     how.add_argument("--row-wire", choices=WIRE_FORMATS, default="fp32", help="rows travel as: fp32 (default)")
     how.add_argument("--gradient-wire", choices=WIRE_FORMATS, default="fp32", help="their gradients: fp32 (default)")
     how.add_argument("--clustering", choices=("key", "none"), default="key", help="key (default)")

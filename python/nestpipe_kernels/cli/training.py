@@ -126,6 +126,7 @@ def train_once(
         schedule=schedule,
         num_micro_batches=options.micro_batches,
         row_transfer=options.row_transfer,
+        early_send=options.early_send and schedule == "nested",
         row_wire=options.row_wire,
         gradient_wire=options.gradient_wire,
         clustering=options.clustering,
