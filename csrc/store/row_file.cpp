@@ -19,9 +19,38 @@ constexpr std::size_t kSmallestStep = std::size_t{1} << 20;  // Of disk space.
 constexpr std::size_t kPagesPerRead = 32;  // More than some systems read ahead in one call.
 constexpr std::uint64_t kQueueShare = 16;  // Part of the limit that is chosen to go at once.
 
+// What other systems than Linux lack leaves the constructor without a file to work on.
+#ifdef __linux__
+int reserve_space(int file, off_t begin, off_t bytes) {
+  return posix_fallocate(file, begin, bytes);
+}
+void ask(int file, off_t begin, off_t bytes) {
+  posix_fadvise(file, begin, bytes, POSIX_FADV_WILLNEED);
+}
+void forget(int file, off_t begin, off_t bytes) {
+  posix_fadvise(file, begin, bytes, POSIX_FADV_DONTNEED);
+}
+void start_writing(int file, off_t begin, off_t bytes) {
+  sync_file_range(file, begin, bytes, SYNC_FILE_RANGE_WRITE);
+}
+void finish_writing(int file, off_t begin, off_t bytes) {
+  sync_file_range(file, begin, bytes, SYNC_FILE_RANGE_WAIT_BEFORE);
+}
+#else
+int reserve_space(int, off_t, off_t) { return ENOSYS; }
+void ask(int, off_t, off_t) {}
+void forget(int, off_t, off_t) {}
+void start_writing(int, off_t, off_t) {}
+void finish_writing(int, off_t, off_t) {}
+#endif
+
 std::string reason(int code) { return std::strerror(code); }
 
 int open_unnamed(const std::string& directory) {
+#ifndef __linux__
+  errno = ENOSYS;
+  return -1;
+#endif
 #ifdef O_TMPFILE
   const int unnamed = open(directory.c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
   if (unnamed >= 0) return unnamed;
@@ -29,8 +58,10 @@ int open_unnamed(const std::string& directory) {
 #endif
   // File systems without unnamed files: the name goes at once.
   std::string path = directory + "/nestpipe-rows-XXXXXX";
-  const int named = mkostemp(path.data(), O_CLOEXEC);
-  if (named >= 0) unlink(path.c_str());
+  const int named = mkstemp(path.data());
+  if (named < 0) return -1;
+  unlink(path.c_str());
+  fcntl(named, F_SETFD, FD_CLOEXEC);
   return named;
 }
 
@@ -102,8 +133,8 @@ void RowFile::allocate(int slab, std::size_t end) {
   int code = EINTR;
   for (const std::uint64_t size : {wanted, needed}) {
     do {
-      code = posix_fallocate(descriptor_, static_cast<off_t>(allocated),
-                             static_cast<off_t>(size - allocated));
+      code = reserve_space(descriptor_, static_cast<off_t>(allocated),
+                           static_cast<off_t>(size - allocated));
     } while (code == EINTR);
     if (code == 0) {
       allocated_bytes_.store(size, std::memory_order_relaxed);
@@ -191,8 +222,8 @@ void RowFile::Use::finish() noexcept {
 void RowFile::ask_for(std::vector<std::uint64_t>* pages) {
   std::sort(pages->begin(), pages->end());
   for_each_run(*pages, kPagesPerRead, [this](std::uint64_t page, std::uint64_t count) {
-    posix_fadvise(descriptor_, static_cast<off_t>(page << page_shift_),
-                  static_cast<off_t>(count << page_shift_), POSIX_FADV_WILLNEED);
+    ask(descriptor_, static_cast<off_t>(page << page_shift_),
+        static_cast<off_t>(count << page_shift_));
   });
   read_pages_.fetch_add(pages->size(), std::memory_order_relaxed);
 }
@@ -264,8 +295,8 @@ void RowFile::write_queued(std::size_t end) {
     pages.push_back(entry.page);
   }
   for_each_run(pages, ~std::uint64_t{0}, [this](std::uint64_t page, std::uint64_t count) {
-    sync_file_range(descriptor_, static_cast<off64_t>(page << page_shift_),
-                    static_cast<off64_t>(count << page_shift_), SYNC_FILE_RANGE_WRITE);
+    start_writing(descriptor_, static_cast<off_t>(page << page_shift_),
+                  static_cast<off_t>(count << page_shift_));
   });
   written_pages_.fetch_add(pages.size(), std::memory_order_relaxed);
 }
@@ -302,9 +333,9 @@ void RowFile::drop_queued(std::uint64_t excess, std::size_t end) {
 
 // A run may reach over several slabs.
 void RowFile::drop_run(std::uint64_t page, std::uint64_t count, bool written) const {
-  const auto offset = static_cast<off64_t>(page << page_shift_);
-  const auto bytes = static_cast<off64_t>(count << page_shift_);
-  if (written) sync_file_range(descriptor_, offset, bytes, SYNC_FILE_RANGE_WAIT_BEFORE);
+  const auto offset = static_cast<off_t>(page << page_shift_);
+  const auto bytes = static_cast<off_t>(count << page_shift_);
+  if (written) finish_writing(descriptor_, offset, bytes);
   const std::uint64_t end = page + count;
   for (int s = num_slabs_.load(std::memory_order_acquire) - 1; s >= 0; --s) {
     const std::uint64_t first = std::max<std::uint64_t>(page, slabs_[s].first_page);
@@ -314,7 +345,7 @@ void RowFile::drop_run(std::uint64_t page, std::uint64_t count, bool written) co
     madvise(slabs_[s].data + ((first - slabs_[s].first_page) << page_shift_),
             (last - first) << page_shift_, MADV_DONTNEED);
   }
-  posix_fadvise(descriptor_, offset, bytes, POSIX_FADV_DONTNEED);
+  forget(descriptor_, offset, bytes);
 }
 
 }  // namespace nestpipe
