@@ -11,7 +11,6 @@ from nestpipe_kernels.testing.scenario import Scenario
 GRAPHS = [
     ("nested", "once", "exact"),
     ("nested", "per_micro_batch", "exact"),
-    ("sequential", "once", "exact"),
     ("nested", "once", "average"),
     ("fwp", "once", "average"),
 ]
@@ -81,7 +80,7 @@ def test_removing_an_edge_is_seen(expected, name, transfer, mode, label):
 def test_every_order_of_the_whole_graph_gives_the_same(expected, name, transfer, mode):
     want, orders = expected(name, transfer, mode)
     case, graph = scenario(transfer, mode), graph_of(name, transfer, mode)
-    for seed in range(1, 5):
+    for seed in range(1, 4):
         assert want.difference(explore(graph, case.ranks(), orders.random(seed), case.batches)) == ""
 
 

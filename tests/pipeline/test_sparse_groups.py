@@ -61,11 +61,11 @@ def test_exact_groups_have_the_bits_of_one_group(name):
     scenario = case(name)
     plain = one_copy(run_scenario(scenario, "sequential"))
     assert max(map(len, plain.losses)) >= 4
-    for schedule in ("sequential", "nested"):
-        assert plain.difference(one_copy(run_scenario(grouped(scenario), schedule), 2)) == "", schedule
+    assert plain.difference(one_copy(run_scenario(grouped(scenario), "nested"), 2)) == ""
 
 
-@pytest.mark.parametrize("schedule", ["dbp", "fwp", "async"])
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", ["sequential", "dbp", "fwp", "async"])
 def test_exact_groups_in_other_schedules(schedule):
     scenario = replace(case("adam-weighted-losses"), seed=7)
     plain = one_copy(run_scenario(scenario, schedule))
@@ -116,11 +116,12 @@ def test_sequential_equals_the_oracle_and_nested_equals_sequential(name):
         assert copy == oracle.stores[number % len(oracle.stores)], f"copy {number}"
     for what in ("metadata", "policies", "dense"):
         assert getattr(run, what) == getattr(oracle, what), what
-    threads = run_scenario(scenario, "sequential")
-    assert threads.stores == run.stores
-    assert threads.difference(run_scenario(scenario, "nested")) == ""
+    nested = run_scenario(scenario, "nested")
+    assert replace(run, losses=nested.losses).difference(nested) == ""
+    assert all(mine[: len(theirs)] == theirs for mine, theirs in zip(run.losses, nested.losses, strict=True))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["dbp", "fwp"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_averaging_in_other_schedules(schedule, every):
