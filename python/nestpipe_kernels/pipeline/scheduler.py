@@ -36,6 +36,8 @@ __all__ = ["LaneScheduler", "check_lanes"]
 
 _ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "replicate_keys", "warm")
 _RETRIEVAL = ("retrieve", "gather", "tell_kinds", "send_fresh", "send_soon", "send_urgent", "sync")
+_AWAITED = "route_keys"
+"""The background stage that the caller waits for before it draws: then all ranks know whether there is a batch."""
 _HORIZON = 3
 
 
@@ -68,8 +70,8 @@ class _Planned:
     waits: tuple[tuple[int, int], ...]
     """What comes before it, earliest first."""
     blame: tuple[tuple[int, int, str], ...]
-    """Of a caller node: the background nodes that it waits for, directly or not, with their stages, earliest first.
-    They tell what kind of work kept it waiting."""
+    """Of a caller node, and of one that the caller waits for: the background nodes that it waits for, directly or not,
+    with their stages, earliest first. They tell what kind of work kept the caller waiting."""
 
 
 def _abandon_lanes(lanes: list[ThreadLane]) -> None:
@@ -229,12 +231,15 @@ class LaneScheduler:
     def _wait_exposed(self, planned: _Planned, index: int, shown: int) -> None:
         waits = self._waits(planned, index)
         if not all(event.is_set() for event in waits):
-            for shift, slot, name in planned.blame:
-                events = self._events_of(index + shift)
-                if events is not None and not events[slot].is_set():
-                    self._wait(events[slot], name, shown, planned.shown_micro)
+            self._wait_blaming(planned, index, shown)
         for event in waits:
             event.wait(self.timeout_s)
+
+    def _wait_blaming(self, planned: _Planned, index: int, shown: int) -> None:
+        for shift, slot, name in planned.blame:
+            events = self._events_of(index + shift)
+            if events is not None and not events[slot].is_set():
+                self._wait(events[slot], name, shown, planned.shown_micro)
 
     def _set(self, stage_name: str, batch: BatchState, micro: int = 0) -> None:
         event = self._event(stage_name, batch.index, micro)
@@ -249,6 +254,8 @@ class LaneScheduler:
         """Wait on the caller's thread until a background node has run (counted as exposed)."""
         event = self._event(stage_name, batch.index)
         if event is not None:
+            if not event.is_set():
+                self._wait_blaming(self._plan[stage_name, 0], batch.index, batch.index)
             if not event.is_set():
                 self._wait(event, stage_name, batch.index, None)
             event.wait(self.timeout_s)
@@ -325,7 +332,9 @@ def _planned(unrolled: Unrolled, steady: int) -> list[_Planned]:
             n.micro if by_name[n.stage].micro else None,
             slots[n.stage, n.micro],
             tuple(place(p) for p in sorted(before[n], key=lambda p: rank_of[p])),
-            tuple((*place(p), p.stage) for p in ancestors(n)) if by_name[n.stage].lane == "caller" else (),
+            tuple((*place(p), p.stage) for p in ancestors(n))
+            if by_name[n.stage].lane == "caller" or n.stage == _AWAITED
+            else (),
         )
         for n in order
     ]
