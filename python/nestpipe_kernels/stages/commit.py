@@ -55,7 +55,7 @@ def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Te
     world = rank.communicator.size
     assert owner.boxes is not None
     if owner.row_gradients is None:
-        owner.row_gradients = torch.zeros(len(owner.keys), owner.boxes.shape[1], dtype=torch.float32)
+        owner.row_gradients = rank.pool.zeros((len(owner.keys), owner.boxes.shape[1]))
         owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
     total, countable = owner.row_gradients, owner.countable
     assert countable is not None

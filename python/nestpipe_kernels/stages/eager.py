@@ -24,6 +24,7 @@ from ..ops.owners import default_slice_owner
 from ..types import EmbeddingModule, LookupCall, PoolingType
 from . import commit, replicas, retrieval, routing, window
 from .lookup_function import run_lookup
+from .pool import TensorPool
 from .state import BatchState, RankState, bind_stores
 
 __all__ = ["EagerContext", "eager_context"]
@@ -39,7 +40,9 @@ class EagerContext:
         topology = Topology(communicator, module.sparse_groups)
         topology.connect()
         owner = default_slice_owner(topology.num_shards)
-        self._rank = RankState(communicator, modules, bind_stores(modules), owner, topology=topology)
+        self._rank = RankState(
+            communicator, modules, bind_stores(modules), owner, pool=TensorPool(keep=False), topology=topology
+        )
         self._name = name
         self._exchanges = 0
         self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []

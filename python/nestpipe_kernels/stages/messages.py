@@ -118,10 +118,15 @@ def _lead_width(wire: str) -> int:
 
 
 def join_rows(
-    parts: Sequence[Tensor], per_peer: Sequence[Sequence[int]], wire: str, lead: Tensor | None = None
+    parts: Sequence[Tensor],
+    per_peer: Sequence[Sequence[int]],
+    wire: str,
+    lead: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One flat message out of rows [n, dim] of several stores: `wire_dtype(wire)` [sum], by peer, then store; `lead`
-    float32 [W] comes first for each peer. Values are rounded here, those for the own rank, too."""
+    float32 [W] comes first for each peer. Values are rounded here, those for the own rank, too.
+    `out`: memory for a message that has to be put together."""
     coded = [encode_rows(part, wire) for part in parts]
     if len(coded) == 1 and lead is None:
         return coded[0].reshape(-1)
@@ -132,7 +137,7 @@ def join_rows(
         if leads is not None:
             pieces.append(leads[peer])
         pieces += [rows[peer].reshape(-1) for rows in split]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=wire_dtype(wire))
+    return torch.cat(pieces, out=out) if pieces else torch.empty(0, dtype=wire_dtype(wire))
 
 
 def split_rows(

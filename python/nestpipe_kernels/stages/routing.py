@@ -210,10 +210,10 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
         )
         rows, grads = transfers(source.lists, len(lists))
         shape = (len(source.lists.keys), binding.store.dim)
-        received = torch.empty(shape, dtype=torch.float32)
+        received = rank.pool.empty(shape)
         if rank.poison:
             received.fill_(float("nan"))
-        plans.append(StorePlan(source, rows, grads, received, torch.zeros(shape, dtype=torch.float32), list(lists)))
+        plans.append(StorePlan(source, rows, grads, received, rank.pool.zeros(shape), list(lists)))
     return plans
 
 
@@ -274,7 +274,7 @@ def merge_sources(rank: RankState, batch: BatchState) -> None:
         else:
             owner = _merged(rank, lists, sources if everyone else slice(0, topology.num_shards))
         if batch.training:
-            owner.boxes = torch.zeros(len(owner.slot), binding.store.dim, dtype=torch.float32)
+            owner.boxes = rank.pool.zeros((len(owner.slot), binding.store.dim))
         batch.divisors = [1.0] * len(owner.per_peer)
         batch.owner.append(owner)
 

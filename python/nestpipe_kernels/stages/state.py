@@ -17,6 +17,7 @@ from ..comm.router import SourceKeys, Transfer
 from ..errors import CommunicationError, RemoteRankError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
 from .counting import BatchCounts
+from .pool import TensorPool
 
 __all__ = [
     "AveragedRows",
@@ -106,6 +107,8 @@ class RankState:
     modules: dict[str, EmbeddingModule]
     bindings: list[StoreBinding]
     slice_owner: Tensor
+    pool: TensorPool = field(default_factory=TensorPool)
+    """Memory of receive buffers, accumulators, sums and messages."""
     num_micro_batches: int = 1
     track_use: bool = False
     """Rows are sent for every micro-batch, so key lists carry who uses them."""

@@ -13,6 +13,7 @@ from ..errors import CaptureError
 from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward
 from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
+from ..ops.wire_rows import wire_dtype
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
 from .counting import Sent
 from .finite import as_read, note_gradients
@@ -71,9 +72,9 @@ def post_rows(
     world, wire = rank.topology.num_shards, rank.row_wire
     group, message = rank.topology.group.group(purpose), join_rows(parts, _per_peer(outgoing), wire)
     sizes = message_counts(_per_peer(outgoing), dims, world, wire)
-    handle = group.all_to_all(
-        message, sizes, message_counts(_per_peer(incoming), dims, world, wire), f"{batch.tag}/{name[0]}/{name[1]}"
-    )
+    counts = message_counts(_per_peer(incoming), dims, world, wire)
+    received = rank.pool.empty((sum(counts),), message.dtype)
+    handle = group.all_to_all(message, sizes, counts, f"{batch.tag}/{name[0]}/{name[1]}", received)
     batch.counts.sent.append(Sent.of(group.rank, _per_peer(outgoing), message, sizes))
     batch.post(*name, handle)
     batch.arrivals.setdefault(micro, []).append((name, incoming))
@@ -273,15 +274,12 @@ def post_grads(
     dims = [b.store.dim for b in rank.bindings]
     world, wire = rank.topology.num_shards, rank.gradient_wire
     lead = torch.full((world,), batch.loss_divisor if last else 1.0, dtype=torch.float32)
-    message = join_rows(parts, _per_peer(outgoing), wire, lead=lead)
     sizes = message_counts(_per_peer(outgoing), dims, world, wire, lead=True)
+    message = join_rows(parts, _per_peer(outgoing), wire, lead, rank.pool.empty((sum(sizes),), wire_dtype(wire)))
     group = rank.topology.group.group("grads")
-    handle = group.all_to_all(
-        message,
-        sizes,
-        message_counts(_per_peer(incoming), dims, world, wire, lead=True),
-        f"{batch.tag}/{name[0]}/{name[1]}",
-    )
+    counts = message_counts(_per_peer(incoming), dims, world, wire, lead=True)
+    received = rank.pool.empty((sum(counts),), message.dtype)
+    handle = group.all_to_all(message, sizes, counts, f"{batch.tag}/{name[0]}/{name[1]}", received)
     batch.post(*name, handle)
 
 
