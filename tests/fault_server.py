@@ -131,7 +131,7 @@ def await_leave(folder: Path) -> None:
 
 def install(fault: Fault, case: Case) -> None:
     """Put the fault in front of a stage's function."""
-    stage = next(s for s in build_graph(case.schedule).stages if s.name == fault.stage)
+    stage = next(s for s in build_graph(case.schedule, early_send=case.early_send).stages if s.name == fault.stage)
     function = registry.STAGE_FUNCTIONS[stage.function]
     struck: list[bool] = []
 
@@ -207,8 +207,7 @@ def train(case: Case, rank: int) -> None:
     generator = scenario.generator(rank)
     model = scenario.model(communicator_for(None, 60.0), generator)
     config = scenario_config(scenario, case.schedule, case.timeout_s)
-    for name, value in case.settings.items():
-        setattr(config, name, value)
+    config.early_send = case.early_send
     if case.fault is not None and case.fault.rank == rank:
         install(case.fault, case)
     with NestedPipeline(model, scenario.dense_optimizer(model), loss, config) as pipeline:
@@ -261,11 +260,13 @@ def fork_rank(case: Case, rank: int) -> int:
 
 
 @functools.cache
-def prepare(schedule: str) -> None:
+def prepare(schedule: str, early_send: bool) -> None:
     """Have the schedule's graph validated before the fork: it takes most of a second."""
     scenario = scenario_of(Case(""))
     model = scenario.model(None, None)
-    NestedPipeline(model, scenario.dense_optimizer(model), config=scenario_config(scenario, schedule)).close()
+    config = scenario_config(scenario, schedule)
+    config.early_send = early_send
+    NestedPipeline(model, scenario.dense_optimizer(model), config=config).close()
     assert_one_thread()
 
 
@@ -307,7 +308,7 @@ def serve() -> tuple[Case, int] | None:
                 request = json.loads(line)
                 case = Case(**request)
                 case.fault = Fault(**request["fault"]) if request["fault"] else None
-                prepare(case.schedule)
+                prepare(case.schedule, case.early_send)
                 for rank in range(case.size):
                     pid = fork_rank(case, rank)
                     if pid == 0:
@@ -320,7 +321,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()  # loads torch's compiler, once
     assert_one_thread()
-    prepare("nested")
+    prepare("nested", False)
     gc.collect()
     gc.freeze()  # ranks share these pages as long as nobody touches them
     work = serve()

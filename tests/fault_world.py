@@ -63,8 +63,7 @@ class Case:
     """Per rank, the network namespace to enter."""
     whole_exit: bool = False
     """The interpreter takes itself apart at the end, as it does in a user's program."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """More of PipelineConfig."""
+    early_send: bool = False
 
 
 @dataclass

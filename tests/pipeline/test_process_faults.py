@@ -27,7 +27,8 @@ from fault_world import (
 )
 from nestpipe_kernels import checkpoint
 from nestpipe_kernels.launch.network import Network
-from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph
+from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph, evaluation_graph
+from nestpipe_kernels.stages import registry
 from nestpipe_kernels.testing.explorer import read_store
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_scenario
@@ -101,6 +102,14 @@ def assert_killed_rank_is_named(world: FaultWorld, case: Case) -> None:
         assert f"{case.fault.stage} of batch {case.fault.batch}" in named, words
 
 
+def test_errors_call_stages_as_graphs_do():
+    graphs = [build_graph(schedule) for schedule in SCHEDULES] + [build_graph("nested", early_send=True)]
+    graphs += [build_graph("nested", fetch=True), build_graph("nested", sparse_groups="exact"), evaluation_graph()]
+    for graph in graphs:
+        for stage in graph.stages:
+            assert registry._SHOWN.get(stage.function, stage.function) == stage.name or stage.name == "refresh"
+
+
 @pytest.mark.parametrize(("number", "stage"), list(enumerate(STAGES)), ids=STAGES)
 def test_fault_38_a_rank_killed_in_a_stage(world, tmp_path, number, stage):
     size = 3 if number % 4 == 0 else 2
@@ -109,13 +118,24 @@ def test_fault_38_a_rank_killed_in_a_stage(world, tmp_path, number, stage):
     assert_killed_rank_is_named(world, case)
 
 
+EARLY = [stage.name for stage in build_graph("nested", early_send=True).stages if stage.name not in STAGES]
+
+
+@pytest.mark.parametrize("number", range(len(EARLY)), ids=EARLY)
+def test_fault_38_a_rank_killed_while_rows_are_sent_early(world, tmp_path, number):
+    fault = Fault(number % 2, "kill", EARLY[number])
+    assert_killed_rank_is_named(world, Case(str(tmp_path / "run"), fault=fault, save_after=2, early_send=True))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fault_38_a_rank_killed_in_any_stage_of_any_schedule(world, tmp_path, schedule, rank):
     for stage in build_graph(schedule).stages:
         for micro in range(2 if stage.micro else 1):
-            case = Case(str(tmp_path / f"{stage.name}{micro}" / "run"), schedule, 3, save_after=2 * (schedule != "async"))
+            case = Case(
+                str(tmp_path / f"{stage.name}{micro}" / "run"), schedule, 3, save_after=2 * (schedule != "async")
+            )
             case.fault = Fault(rank, "kill", stage.name, micro=micro)
             assert_killed_rank_is_named(world, case)
 
@@ -187,10 +207,10 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("special", list(SPECIAL))
-def test_fault_38_a_failure_of_one_rank_is_told_to_all(world, tmp_path, special):
+@pytest.mark.parametrize(("special", "early_send"), [*((name, False) for name in SPECIAL), ("gather", True)])
+def test_fault_38_a_failure_of_one_rank_is_told_to_all(world, tmp_path, special, early_send):
     """Also where it makes other ranks fail: with rows that were never gathered, the model of the others breaks."""
-    case = Case(str(tmp_path / "run"), size=3, special=special)
+    case = Case(str(tmp_path / "run"), size=3, special=special, early_send=early_send)
     ended = play_special(world, case)
     stage, message = SPECIAL[special]
     for rank, end in ended.items():

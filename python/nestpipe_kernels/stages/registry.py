@@ -60,8 +60,24 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
 }
 
 
-_SHOWN = {"gather_all": "gather", "gather_fresh": "gather", "find": "retrieve"}
-"""Functions that are a stage of another name."""
+_SHOWN = {
+    "gather_all": "gather",
+    "gather_fresh": "gather",
+    "find": "retrieve",
+    "retrieve_merged": "retrieve",
+    "check_failures": "verdict",
+    "early_begin": "begin",
+    "early_tell": "tell_kinds",
+    "early_fresh": "send_fresh",
+    "early_soon": "send_soon",
+    "early_urgent": "send_urgent",
+    "early_rows": "send_rows",
+    "early_grads": "send_grads",
+    "early_recv": "recv_grads",
+    "early_rest": "send_rest",
+    "early_update": "update",
+}
+"""Stages that functions of another name are: what profiles and errors call them."""
 
 
 def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> None:
