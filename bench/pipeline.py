@@ -151,7 +151,7 @@ def _own_report(runs: Sequence[Ours], peers: Sequence[Any]) -> dict[str, Any]:
                 "exact": one.exact,
                 **one.measured.medians(),
                 **one.counts(),
-                "digest": one.digest(),
+                "digests": one.digests(),
             }
             for one in runs
         ],

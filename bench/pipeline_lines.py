@@ -59,10 +59,12 @@ def _check_equal(found: Sequence[dict[str, Any]]) -> None:
             if not one["exact"]:
                 continue
             other = first.setdefault(one["micro_batches"], one)
-            if one["digest"] != other["digest"]:
+            different = [name for name, value in other["digests"].items() if one["digests"].get(name) != value]
+            if different:
                 raise ValueError(
                     f"bench pipeline: {one['impl']} differs from {other['impl']} with {one['micro_batches']} "
-                    f"micro-batches in the final parameters of rank {rank}; nothing is reported"
+                    f"micro-batches on rank {rank}, first in the {different[0]} ({len(different)} of "
+                    f"{len(other['digests'])} differ); nothing is reported"
                 )
         for peer in report["peers"]:
             if not peer["difference"] <= PEER_TOLERANCE:

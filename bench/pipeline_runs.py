@@ -26,7 +26,7 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.trace import COMPUTE_LANE, Span
 from nestpipe_kernels.trace.summary import step_table
 
-__all__ = ["FILL_STEPS", "IMPLEMENTATIONS", "Emulation", "Measured", "Ours", "available", "build_model", "digest_of"]
+__all__ = ["FILL_STEPS", "IMPLEMENTATIONS", "Emulation", "Measured", "Ours", "available", "build_model", "digests_of"]
 
 FILL_STEPS = 3
 """Steps at the begin of a block that are not counted: the pipeline is filled again."""
@@ -277,11 +277,11 @@ class Ours:
         """Rows per step of this rank, its own included: sent, distinct, of the first and last micro-batch."""
         return self._counts.means()
 
-    def digest(self) -> str:
-        """Of all losses, and of rows and dense parameters after the last step; the pipeline is closed."""
+    def digests(self) -> dict[str, str]:
+        """Of every step's loss, and of rows and dense parameters after the last step; the pipeline is closed."""
         self._pipeline.close()
-        losses = hashlib.sha256(torch.stack(self.losses).numpy().tobytes()).hexdigest()
-        return losses + digest_of(self._model, self._dense)
+        losses = {f"loss of step {k}": float(loss).hex() for k, loss in enumerate(self.losses)}
+        return {**losses, **digests_of(self._model, self._dense)}
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """float32 [n, dim]: embeddings of ids; of those that this rank does not own, the initial values."""
@@ -296,25 +296,26 @@ class Ours:
         return self.rows(table, ids) * own.unsqueeze(1)
 
 
-def digest_of(model: torch.nn.Module, dense: torch.optim.Optimizer) -> str:
-    """SHA-256 of every bit that training changes on this rank: keys, rows, dense parameters, optimizer states."""
-    digest = hashlib.sha256()
+def digests_of(model: torch.nn.Module, dense: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of every bit that training changes on this rank, by what it is of: keys and rows of a table, dense
+    parameters, their optimizer's state."""
+    found = {}
     for module in embedding_modules(model).values():
         stores: Any = module.row_stores()  # type: ignore[operator]
         for store in stores:
-            for table in range(len(store.tables)):
+            for table, spec in enumerate(store.tables):
                 keys, handles = store.export_table(table)
                 order = torch.argsort(keys)
                 keys, handles = keys[order].contiguous(), handles[order].contiguous()
                 rows = torch.empty(len(keys), store.row_floats)
                 store.gather(handles, keys, torch.full((len(keys),), table, dtype=torch.int32), rows, None)
                 used = store.embedding_words + store.optimizer.state_floats(store.dim) + 1
-                digest.update(keys.numpy().tobytes())
+                digest = hashlib.sha256(keys.numpy().tobytes())
                 digest.update(rows[:, :used].contiguous().numpy().tobytes())
-    for _, parameter in model.named_parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    for group in dense.param_groups:
-        for parameter in group["params"]:
-            for value in dense.state.get(parameter, {}).values():
-                digest.update(torch.as_tensor(value).numpy().tobytes())
-    return digest.hexdigest()
+                found[f"rows of table {spec.name}"] = digest.hexdigest()
+    for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(parameter.detach().contiguous().numpy().tobytes())
+        for value in dense.state.get(parameter, {}).values():
+            digest.update(torch.as_tensor(value).numpy().tobytes())
+        found[f"parameter {name}"] = digest.hexdigest()
+    return found

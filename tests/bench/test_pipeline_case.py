@@ -184,7 +184,8 @@ def own(impl: str, parts: int, step_ms: float, **more) -> dict:
         "p80_ms": step_ms, "compute_ms": 300.0, "lookup_ms": 490.0, "exposed_lookup_ms": 0.0,
         "exposed_communication_ms": 0.0, "exposed_other_ms": 0.0, "steps": 30, "bytes_sent": 200_000.0, "cpu_ms": 90.0,
         "lanes": {"compute": 300.0, "retrieval": 250.0}, "rows_sent": 10.0, "distinct_rows": 10.0, "first_rows": 1.0,
-        "last_rows": 1.0, "edge_rows": 5.0, "resent_rows": 12.0, "digest": f"{parts}",
+        "last_rows": 1.0, "edge_rows": 5.0, "resent_rows": 12.0,
+        "digests": {"rows of table a": f"{parts}", "parameter b": ""},
     }  # fmt: skip
     return {**numbers, **more}
 
@@ -193,7 +194,7 @@ def report() -> dict:
     first = own("sequential", 1, 1000.0, exposed_lookup_ms=500.0, exposed_communication_ms=200.0)
     eighth = own("sequential", 8, 1100.0, exposed_lookup_ms=500.0, exposed_communication_ms=300.0)
     nested = own("nested", 8, 320.0, exposed_communication_ms=20.0)
-    return {"ours": [first, eighth, nested, own("async", 8, 310.0, digest="other")], "peers": []}
+    return {"ours": [first, eighth, nested, own("async", 8, 310.0, digests={})], "peers": []}
 
 
 def test_lines_compare_with_the_best_sequential() -> None:
@@ -229,10 +230,9 @@ def test_the_slowest_lane_is_the_bound() -> None:
 
 def test_results_that_differ_are_not_reported() -> None:
     other = report()
-    other["ours"][2]["digest"] = "wrong"
-    with pytest.raises(
-        ValueError, match="nested differs from sequential with 8 micro-batches in the final parameters of"
-    ):
+    other["ours"][2]["digests"]["parameter b"] = "wrong"
+    message = "nested differs from sequential with 8 micro-batches on rank 1, first in the parameter b .1 of 2 differ"
+    with pytest.raises(ValueError, match=message):
         pipeline_lines.make_lines(FACTS, [report(), other])
 
 
