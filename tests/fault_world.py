@@ -128,8 +128,9 @@ class FaultWorld:
         """Processes of the case that runs, or ran last."""
         return dict(self._pids)
 
-    def finish(self, case: Case, limit_s: float = START_S) -> dict[int, Ended]:
-        """Wait for all ranks; those that are still there after `limit_s` seconds are killed."""
+    def finish(self, case: Case, limit_s: float = START_S, leave_when_alone: bool = False) -> dict[int, Ended]:
+        """Wait for all ranks; those that are still there after `limit_s` seconds are killed. `leave_when_alone`: a rank
+        that waits for leave gets it when all others have ended."""
         ended: dict[int, Ended] = {}
         deadline = time.monotonic() + limit_s
         late = False
@@ -149,6 +150,8 @@ class FaultWorld:
             if stopped and len(ended) == case.size - 2 and rank != case.fault.rank:
                 os.kill(self._pids[case.fault.rank], signal.SIGKILL)  # the others have ended: nothing else will end it
             ended[rank] = Ended(rank, told["status"], told["at"])
+            if leave_when_alone and len(ended) == case.size - 1:
+                give_leave(case)
             folder = Path(case.folder)
             ended[rank].output = (folder / f"out{rank}").read_text(errors="replace")
             if (folder / f"end{rank}").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -155,6 +156,23 @@ def test_a_rank_that_is_stopped_for_longer_than_the_time_out(world, tmp_path, st
     for words in others(ended, case):
         named = words.partition(f"; rank 1 (process {world.pids[1]}) is stopped, in ")[2]
         assert f"{stage} of batch 5" in named, words
+
+
+def test_a_rank_that_is_late_for_longer_than_the_time_out(world, tmp_path):
+    """It runs, waits for nobody, and finds the others gone when it comes."""
+    case = Case(str(tmp_path / "run"), size=3, timeout_s=STOP_S, fault=Fault(1, "tell", "forward_backward"))
+    world.start(case)
+    await_hit(case, 1)
+    ended = world.finish(case, leave_when_alone=True)
+    assert_nothing_left(case, world)
+    for rank in (0, 2):
+        assert ended[rank].at - hit_at(case, 1) < case.timeout_s + GRACE_S
+        late = ended[rank].errors[0].partition(f"; rank 1 (process {world.pids[1]}) has not joined it, in ")[2]
+        told = re.search(
+            r"; rank [02] had given up: rank 1 \(process \d+\) has not joined it, in (.*)", ended[rank].said()
+        )
+        assert "forward_backward of batch 5" in (late or (told[1] if told else "")), ended[rank].errors
+    assert re.search("; rank [02] had given up: rank 1 .process [0-9]+. has not joined it", ended[1].errors[0])
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
