@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from nestpipe_kernels.device import Event, ThreadLane, create_lane
+from nestpipe_kernels.device import Event, Item, ThreadLane, create_lane
 from nestpipe_kernels.trace import Timeline
 
 LIMIT_S = 20.0
@@ -46,10 +46,10 @@ def test_event_wakes_a_waiting_thread_and_publishes_data():
     event, box, seen = Event(), [], []
 
     def wait() -> None:
-        event.wait(LIMIT_S)
+        event.wait()  # without a limit, which would hide that nobody wakes it
         seen.extend(box)
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     box.append(7)
     event.set()
@@ -68,6 +68,45 @@ def test_items_run_in_order_even_if_a_later_one_is_ready(lane):
     second.wait(LIMIT_S)
     assert order == ["first", "second"]
     assert first.is_set()
+
+
+def test_a_poke_makes_a_waiter_look_again_and_only_the_first_outcome_counts():
+    event, cancelled, results = Event("gather"), threading.Event(), []
+    looked = threading.Semaphore(0)
+
+    def look() -> bool:
+        looked.release()
+        return cancelled.is_set()
+
+    threads = [threading.Thread(target=lambda: results.append(event.wait_unless(look)), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert looked.acquire(timeout=LIMIT_S)
+    event.poke()  # nothing has changed: they wait on, each for itself
+    cancelled.set()
+    event.poke()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert results == [False] * 3
+    assert event.try_set()
+    assert not event.try_set(ValueError("late"))
+    assert event.error is None
+    assert event.wait_unless(look)
+
+
+def test_items_given_together_keep_their_order_and_are_queued_all_or_none(lane):
+    order: list[int] = []
+    events = [Event() for _ in range(4)]
+    lane.submit_all([Item(lambda k=k: order.append(k), (), event, "append") for k, event in enumerate(events)])
+    events[-1].wait(LIMIT_S)
+    assert order == [0, 1, 2, 3]
+    fresh = Event()
+    with pytest.raises(ValueError, match="the event for 'twice' is already set"):
+        lane.submit_all([Item(lambda: order.append(9), (), fresh, "once"), Item(lambda: None, (), events[0], "twice")])
+    lane.synchronize(LIMIT_S)
+    assert order == [0, 1, 2, 3]
+    assert not fresh.is_set()
 
 
 def test_error_travels_through_events_and_lanes_but_not_to_independent_items(lane):

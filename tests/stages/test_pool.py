@@ -72,6 +72,13 @@ def test_it_holds_what_was_in_use_at_once_and_some():
     assert 0 < pool.held_bytes() <= most + SPARE * 5 * ROWS * 32 * 5 // 4
 
 
+def test_a_small_tensor_does_not_take_a_large_block():
+    pool = TensorPool()
+    where = address(pool.empty((8 * ROWS, 8)))
+    assert address(pool.empty((ROWS, 8))) != where
+    assert address(pool.empty((7 * ROWS, 8))) == where
+
+
 def test_a_pool_that_keeps_nothing():
     pool = TensorPool(keep=False)
     assert pool.zeros((ROWS, 8)).sum() == 0
