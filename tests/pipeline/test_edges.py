@@ -32,10 +32,10 @@ EDGES = [
 
 def scenario(kind: str) -> Scenario:
     """Every batch of every rank has samples, and keys are few: whatever can collide does."""
-    settings = {"world_size": 2, "micro_batches": 2, "batches": 4, "uneven": False, "seed": 3}
-    if kind == "early":  # with keys that the next batch's first micro-batch does not need
-        return Scenario(samples=6, num_keys=9, **settings)
-    return Scenario(samples=4, num_keys=5, **settings, **KINDS[kind])
+    settings = {"world_size": 2, "micro_batches": 2, "batches": 4, "uneven": False}
+    if kind == "early":  # with keys that the next batch's first micro-batch does not need, and keys of two batches
+        return Scenario(samples=6, num_keys=12, seed=2, **settings)
+    return Scenario(samples=4, num_keys=5, seed=3, **settings, **KINDS[kind])
 
 
 @pytest.fixture(scope="module")
