@@ -58,7 +58,7 @@ def joined(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-@pytest.mark.parametrize("admission", ["exact", "filter"])
+@pytest.mark.parametrize("admission", [pytest.param("exact", marks=pytest.mark.soak), "filter"])
 def test_saved_by_two_groups_loaded_by_any(tmp_path, admission):
     """The same training by one group of 4 ranks saves the same rows, counts and counters."""
     for name, groups in (("two", 2), ("one", 1)):
@@ -78,7 +78,9 @@ def test_saved_by_two_groups_loaded_by_any(tmp_path, admission):
             assert totals == wanted[2]
 
 
-@pytest.mark.parametrize("groups", [SparseGroups(2), SparseGroups(2, "average", 2)], ids=["exact", "average"])
+@pytest.mark.parametrize(
+    "groups", [pytest.param(SparseGroups(2), marks=pytest.mark.soak), SparseGroups(2, "average", 2)]
+)
 def test_going_on_equals_not_having_stopped(tmp_path, groups):
     case = dataclasses.replace(scenario(), sparse_groups=groups)
     check_resume(case, "nested", tmp_path, 2)
