@@ -125,11 +125,15 @@ class DrawnBatches:
 
     def undo_retrieval(self) -> None:
         """Take back what retrieving batches of the queue did to the stores; nothing may be under way. `first` does it
-        again, without any exchange."""
+        again, without any exchange. A retrieval that failed may have found stores without room for rows that will not
+        be there, so it is tried again as well."""
         for batch in reversed(self.batches):
-            if any(owner.retrieval is not None for owner in batch.owner):
+            failed = batch.failure is not None and batch.failure.of_retrieval
+            if failed or any(owner.retrieval is not None for owner in batch.owner):
                 undo_retrieval(self._rank, batch)
                 self._repeat = True
+            if failed:
+                batch.failure = None
 
     def finish(self) -> None:
         """The first batch has ended the epoch on all ranks, so the others are empty, too: drop them."""

@@ -134,7 +134,7 @@ class RankState:
     source: Source | None = None
     """Where `prefetch` draws from."""
     weighted: bool | None = None
-    """Whether the model returned weights when it last ran; None before."""
+    """Whether the model returned weights when it was last trained; None before."""
     on_write_back: list[RowHook] = field(default_factory=list)
     on_eviction: list[RowHook] = field(default_factory=list)
     counting: bool = False
@@ -179,6 +179,11 @@ class Failure:
     """The micro-batch, where the stage has one."""
     consequence: Failure | None = None
     """This rank's own failure that this one may have caused."""
+
+    @property
+    def of_retrieval(self) -> bool:
+        """Whether it happened to a retrieval, which may be undone and done again."""
+        return self.stage in _RETRIEVED
 
     @property
     def order(self) -> int:
