@@ -185,6 +185,29 @@ def test_weights_that_come_late_fail_the_batches_that_are_on_their_way():
     assert (run.losses, run.state.rows) == (plain.losses, plain.state.rows)
 
 
+class WeightsInTraining(Recommender):
+    """Returns a weight, but not when it is evaluated."""
+
+    def forward(self, batch):
+        loss, logits = super().forward(batch)
+        return (loss, logits, 2.0) if self.training else (loss, logits)
+
+
+def test_evaluation_does_not_tell_whether_training_returns_weights():
+    def train(schedule):
+        with make_pipeline(model := WeightsInTraining(), schedule) as pipeline:
+            iterator, seen = iter([make_batch(t) for t in range(6)]), []
+            for step in range(6):
+                seen.append(pipeline.progress(iterator).tolist())
+                if step == 2:
+                    model.eval()
+                    pipeline.progress(iter([make_batch(50)]))
+                    model.train()
+            return seen, state_of(pipeline)
+
+    assert train(EARLY) == train("sequential")
+
+
 # ------------------------------------------------------------------------------- rules, each taken away in turn
 
 

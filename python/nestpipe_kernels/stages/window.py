@@ -181,7 +181,9 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
                     "the model returned a weight with some micro-batches of a batch and none with others; return one "
                     "always or never"
                 )
-            batch.weighted = rank.weighted = weight is not None
+            batch.weighted = weight is not None
+            if training:  # evaluation may return something else
+                rank.weighted = batch.weighted
             if batch.weighted and batch.early is not None and batch.promised_plain:
                 raise TypeError(
                     "the model returned a weight, after batches without one: with early_send it must return one always "
