@@ -286,12 +286,14 @@ class OwnerKeys:
     """bool [U]: rows that are there, of tables that are trained."""
 
     def last_use(self) -> Tensor:
-        """int64 [U]: the last micro-batch in which any source uses each row."""
-        if self.last_micro is None:
-            self.last_micro = torch.zeros(len(self.keys), dtype=torch.int64)
+        """int64 [U]: the last micro-batch in which any source uses each row. Two lanes may ask for it at once."""
+        known = self.last_micro
+        if known is None:
+            known = torch.zeros(len(self.keys), dtype=torch.int64)
             for micro, move in enumerate(self.grads):
-                self.last_micro[self.slot[move.positions]] = micro
-        return self.last_micro
+                known[self.slot[move.positions]] = micro
+            self.last_micro = known  # only when it is whole
+        return known
 
 
 @dataclass
