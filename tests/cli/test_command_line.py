@@ -39,7 +39,6 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
         (["fly"], "invalid choice: 'fly'"),
         (["train", "--schedule", "magic"], "argument --schedule: invalid choice: 'magic'"),
         (["train", "--nproc", "0"], "argument --nproc: must be an integer >= 1, got '0'"),
-        (["train", "--micro-batches", "auto"], "argument --micro-batches: auto is not available yet; give a number"),
         (["train", "--micro-batches", "x"], "argument --micro-batches: must be an integer >= 1, got 'x'"),
         (["train", "--lr", "nan"], "argument --lr: must be a finite number >= 0, got 'nan'"),
         (["train", "--timeout", "-1"], "argument --timeout: must be a finite number > 0, got '-1'"),
@@ -80,6 +79,7 @@ def test_bad_arguments_are_one_line(capsys, arguments: list[str], message: str) 
             ["--row-transfer", "per_micro_batch", "--micro-batches", "64"],
             "--micro-batches must be <= 63 with per_micro_batch, got 64",
         ),
+        (["--compare", "--micro-batches", "auto"], "--compare needs one number of micro-batches for both schedules"),
         (["--early-send", "--schedule", "fwp"], "--early-send needs --schedule nested and --row-transfer once"),
     ],
 )

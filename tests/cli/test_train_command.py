@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,12 @@ def test_short_rows_on_the_wire_are_identical_too(capsys, monkeypatch) -> None:
 def test_early_send_is_identical_too(capsys) -> None:
     assert main(["train", "--compare", "--early-send", *SMALL]) == 0
     assert "result: identical (nested against sequential: losses of 4 steps" in capsys.readouterr().out
+
+
+def test_the_number_of_micro_batches_can_be_left_to_measurement(capsys) -> None:
+    settings = ["--micro-batches", "auto", "--steps", "24", "--emulate-accelerator", "8"]
+    assert main(["train", *SMALL, *settings]) == 0
+    assert re.search(r"nested: [1-9][0-9]* micro-batches chosen", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, process_environment
 
@@ -31,7 +31,7 @@ class TrainOptions:
     model: str
     nproc: int
     schedule: str
-    micro_batches: int
+    micro_batches: int | Literal["auto"]
     row_transfer: str
     clustering: str
     steps: int | None
@@ -69,7 +69,9 @@ class TrainOptions:
             raise ValueError(f"--timeline must end in {', '.join(TIMELINE_SUFFIXES)}, got {self.timeline!r}")
         if self.early_send and (self.schedule, self.row_transfer) != ("nested", "once"):
             raise ValueError("--early-send needs --schedule nested and --row-transfer once")
-        if self.row_transfer == "per_micro_batch" and self.micro_batches > 63:
+        if self.compare and self.micro_batches == "auto":
+            raise ValueError("--compare needs one number of micro-batches for both schedules, not auto")
+        if self.row_transfer == "per_micro_batch" and self.micro_batches != "auto" and self.micro_batches > 63:
             raise ValueError(f"--micro-batches must be <= 63 with per_micro_batch, got {self.micro_batches}")
 
     @property
@@ -105,10 +107,8 @@ def _rate(text: str) -> float:
     return value
 
 
-def _micro_batches(text: str) -> int:
-    if text == "auto":
-        raise argparse.ArgumentTypeError("auto is not available yet; give a number")
-    return positive(text)
+def _micro_batches(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else positive(text)
 
 
 def add_train(commands: Any) -> None:
@@ -139,7 +139,9 @@ def add_train(commands: Any) -> None:
     how = parser.add_argument_group("how to train")
     how.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks to start on this machine (1)")
     how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
-    how.add_argument("--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch (4)")
+    how.add_argument(
+        "--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch, or auto (4)"
+    )
     how.add_argument("--row-transfer", choices=("once", "per_micro_batch"), default="once", help="once (default)")
     how.add_argument("--early-send", action="store_true", help="rows leave before their batch's turn (nested)")
     how.add_argument("--row-wire", choices=WIRE_FORMATS, default="fp32", help="rows travel as: fp32 (default)")

@@ -91,12 +91,12 @@ def torch_threads() -> int:
     return int(given) if given.isdigit() and int(given) > 0 else max(1, default_threads() - 1)
 
 
-def _with_wait(seconds: float) -> Callable[[Any, Any], Any]:
+def _with_wait(seconds: Callable[[], float]) -> Callable[[Any, Any], Any]:
     """The model's own losses, after a wait that uses no core."""
 
     def loss_fn(model: Any, batch: Any) -> Any:
         result = model(batch)
-        time.sleep(seconds)
+        time.sleep(seconds())
         return result
 
     return loss_fn
@@ -137,7 +137,8 @@ def train_once(
     samples = 0
     loss_fn = None
     if options.emulate_accelerator is not None:
-        loss_fn = _with_wait(options.emulate_accelerator / 1e3 / options.micro_batches)
+        whole_s = options.emulate_accelerator / 1e3
+        loss_fn = _with_wait(lambda: whole_s / pipeline.num_micro_batches)
     with NestedPipeline(model, dense, loss_fn, config) as pipeline:
         done = 0 if checkpoints is None else checkpoints.resume(model, pipeline, loader)
         progress = _Progress(schedule, done, steps, speaks=rank == 0)
@@ -153,6 +154,8 @@ def train_once(
                     break
         pipeline.drain()
         seconds = time.perf_counter() - started
+        if options.micro_batches == "auto" and rank == 0:
+            print(f"{schedule}: {pipeline.num_micro_batches} micro-batches chosen by measurement", flush=True)
         return TrainingRun(
             schedule,
             torch.stack(losses) if losses else torch.zeros(0),
