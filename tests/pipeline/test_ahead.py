@@ -9,6 +9,7 @@ import pytest
 from small_model import EXACT, Recommender, make_batch, make_pipeline, run_all, state_of
 
 from nestpipe_kernels.errors import RemoteRankError
+from nestpipe_kernels.pipeline.scheduler import LaneScheduler
 from nestpipe_kernels.pipeline.schedules import AHEAD
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_ranks_as_threads, scenario_config
@@ -116,6 +117,25 @@ def test_ranks_that_end_at_different_batches_leave_no_exchange_behind():
             return pipeline.step_count, communicator._world.pending()
 
     assert run_ranks_as_threads(4, body, timeout_s=LIMIT_S) == [(10, [])] * 4
+
+
+@pytest.mark.parametrize("schedule", ["nested", "async"])
+def test_the_end_waits_for_what_batches_beyond_it_announce(monkeypatch, schedule):
+    """Their other nodes, which the end lets go, must find that there is nothing to do."""
+    never, seen = threading.Event(), []
+    original = LaneScheduler.abandon
+
+    def abandon(self, batch):
+        seen.extend(self._event("route_keys", b.index).is_set() for b in pipeline._drawn.batches)
+        original(self, batch)
+
+    monkeypatch.setattr(LaneScheduler, "abandon", abandon)
+    with make_pipeline(Recommender(), schedule) as pipeline:
+        pipeline.rank.hold = lambda function, batch, micro, begin: (
+            never.wait(0.3) if function == "route" and batch.index == 3 else None
+        )
+        list(pipeline.run([make_batch(t) for t in range(2)]))
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

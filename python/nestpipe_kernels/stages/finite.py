@@ -47,7 +47,7 @@ def note_gradients(plan: StorePlan, positions: Tensor, parts: Tensor) -> None:
 def _peaks(plan: StorePlan) -> Tensor:
     """What has not been looked at is bad."""
     if plan.peaks is None:
-        plan.peaks = torch.full((len(plan.source.lists.keys),), float("nan"))
+        plan.peaks = torch.full((len(plan.source.lists.keys),), float("nan"), dtype=torch.float32)
     return plan.peaks
 
 
