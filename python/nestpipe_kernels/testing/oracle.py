@@ -88,14 +88,12 @@ class Oracle:
     def play(
         self, draw: Callable[[int], Any], parts: Callable[[int, int, Any], list[tuple[int, Any]]], batches: int
     ) -> None:
-        """Train `batches` steps. `draw(rank)` is the next batch or None; `parts(t, rank, batch)` its N (size,
-        micro-batch)."""
-        drawn = [[draw(r) for r in range(len(self.models))]]
+        """Train. `draw(rank)`: the next batch or None; `parts(t, rank, batch)`: its N (size, micro-batch)."""
+        drawn: list[list[Any]] = []
         for t in range(batches):
             while len(drawn) < t + 3:  # two batches are drawn beyond the one that is trained
                 drawn.append([draw(r) for r in range(len(self.models))])
-            now = drawn[t]
-            micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(now)]
+            micros = [parts(t, r, b) if b is not None else [] for r, b in enumerate(drawn[t])]
             for rows in self.copies:
                 rows.retrieve(self._uses([m for rank in micros for m in rank]), t)
             self._train(micros)
