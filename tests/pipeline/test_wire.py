@@ -107,7 +107,7 @@ def test_three_ranks(schedule: str, transfer: str) -> None:
     assert run_scenario(scenario, "sequential").difference(run_scenario(scenario, schedule)) == ""
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+@pytest.mark.parametrize("schedule", ["sequential", "nested", "nested+early"])
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
 def test_fault_26_a_bad_gradient_is_still_seen(schedule: str, wire: str) -> None:
     settings: dict[str, Any] = {"gradient_wire": wire, "clustering": "none"}
@@ -121,7 +121,12 @@ def test_fault_26_a_bad_gradient_is_still_seen(schedule: str, wire: str) -> None
     assert skipped[0].skipped_rows == skipped[1].skipped_rows != [0]
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_rows_that_leave_early_and_gradients_in_two_messages_are_rounded_alike() -> None:
+    scenario = Scenario(world_size=3, micro_batches=3, row_wire="int8", gradient_wire="fp16", num_keys=12)
+    assert run_scenario(scenario, "sequential").difference(run_scenario(scenario, "nested+early")) == ""
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "nested", "nested+early"])
 def test_a_gradient_beyond_float16_is_an_error_not_an_infinite_row(schedule: str) -> None:
     table = nk.EmbeddingBagConfig(nk.UNBOUNDED, 2, "t", feature_names=["f"])
     keys = nk.KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.ones(4).long())
@@ -136,7 +141,12 @@ def test_a_gradient_beyond_float16_is_an_error_not_an_infinite_row(schedule: str
             return (output * batch[1]).sum(), output
 
         config = nk.PipelineConfig(
-            schedule=schedule, num_micro_batches=2, gradient_wire=wire, nan_policy=policy, loss_weighting="sum"
+            schedule=schedule.removesuffix("+early"),
+            early_send=schedule.endswith("+early"),
+            num_micro_batches=2,
+            gradient_wire=wire,
+            nan_policy=policy,
+            loss_weighting="sum",
         )
         with nk.NestedPipeline(model, None, loss, config) as pipeline:
             step = next(iter(pipeline.run([(keys, scale)])))
