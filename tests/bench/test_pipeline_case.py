@@ -52,6 +52,17 @@ def test_ranks_over_a_slow_link(can_make_networks, capfd, tmp_path) -> None:
     assert (folder / "side_by_side.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_steps_of_real_processes_are_equal(capfd, seed: int) -> None:
+    """What rests on the order in which threads happen to run shows rarely: the command itself compares every bit."""
+    arguments = ["--net", "loopback", "--dense", "cpu", "--shape", "small", "--block", "100", "--repeat", "6"]
+    assert main(["bench", "pipeline", *arguments, "--seed", str(seed)]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["identical"] for line in lines if line["impl"] != "async"] == [True] * (len(lines) - 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
