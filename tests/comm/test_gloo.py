@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe_kernels.comm import GlooCommunicator, LocalCommunicator, communicator_for, exchange_same
+from nestpipe_kernels.comm.checks import KINDS
 from nestpipe_kernels.comm.gloo import GlooGroup
 from nestpipe_kernels.errors import CommunicationError
 
@@ -124,6 +125,22 @@ def test_a_group_of_one_rank_and_a_rank_outside(world):
     first, second = world.run(use_subgroup)
     assert first == LocalCommunicator.__name__
     assert "a torch.distributed process group that this rank belongs to" in second
+
+
+def count_of_peer() -> int:
+    """How many more exchanges the other rank says it has posted, after one more."""
+    communicator = communicator_for(None, LIMIT_S)
+    board, peer, kind = communicator.board, 1 - communicator.rank, KINDS.index("dense")
+    dist.barrier()  # nobody posts before both have looked
+    before = board.view(peer).posted[kind]
+    dist.barrier()
+    exchange_same(communicator.group("dense"), torch.zeros(1), "count").wait()
+    dist.barrier()
+    return board.view(peer).posted[kind] - before
+
+
+def test_ranks_of_a_machine_see_what_others_have_posted(world):
+    assert world.run(count_of_peer) == [1, 1]
 
 
 def wait_for_late_peer(limit_s: float) -> tuple[str, str]:

@@ -101,6 +101,9 @@ def assert_killed_rank_is_named(world: FaultWorld, case: Case) -> None:
         assert words.startswith("CommunicationError: ")
         named = words.partition(f"rank {dead} (process {world.pids[dead]}) has ended, in ")[2]
         assert f"{case.fault.stage} of batch {case.fault.batch}" in named, words
+        stages = build_graph(case.schedule, early_send=case.early_send).stages
+        lanes = [stage.lane for stage in stages if re.search(rf"\b{stage.name} of batch", named)]
+        assert len(lanes) == len(set(lanes)), words  # what it was doing, not all that it has done
 
 
 def test_errors_call_stages_as_graphs_do():
@@ -167,6 +170,7 @@ def test_a_rank_that_is_late_for_longer_than_the_time_out(world, tmp_path):
     assert_nothing_left(case, world)
     for rank in (0, 2):
         assert ended[rank].at - hit_at(case, 1) < case.timeout_s + GRACE_S
+        assert ended[rank].errors[0].count("has not joined it") == 1
         late = ended[rank].errors[0].partition(f"; rank 1 (process {world.pids[1]}) has not joined it, in ")[2]
         told = re.search(
             r"; rank [02] had given up: rank 1 \(process \d+\) has not joined it, in (.*)", ended[rank].said()
