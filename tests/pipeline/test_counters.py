@@ -78,6 +78,19 @@ def test_rows_are_those_of_the_batches(schedule: str) -> None:
         assert [c.rank for c in of_ranks] == [0, 1]
 
 
+@pytest.mark.parametrize("schedule", ["nested", "nested+early"])
+def test_rows_that_are_read_again_after_outside_access_are_not_kept(schedule: str) -> None:
+    model, found = Recommender(), []
+    with make_pipeline(model, schedule) as pipeline:
+        pipeline.add_step_callback(found.append)
+        iterator = iter([make_batch(t, 20, keys=5) for t in range(5)])
+        for step in range(5):
+            pipeline.progress(iterator)
+            if step == 2:
+                model.ebc.store("item").find(torch.arange(5))
+    assert [c.kept_rows > 0 for c in found] == [False, True, True, False, True]
+
+
 def test_rows_sent_for_every_micro_batch_are_more() -> None:
     scenario = replace(SCENARIO, uneven=False, num_keys=3)
     once = counted(scenario)[0]

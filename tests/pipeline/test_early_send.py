@@ -9,6 +9,7 @@ import torch
 from small_model import Recommender, make_batch, make_pipeline, run_all, state_of
 
 from nestpipe_kernels.config import PipelineConfig
+from nestpipe_kernels.errors import RemoteRankError
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.stages import commit, early, window
 from nestpipe_kernels.stages.registry import STAGE_FUNCTIONS
@@ -154,6 +155,41 @@ def test_ordering_finding_1_rows_updated_before_a_bad_verdict_go_again(monkeypat
     original = early.begin
     monkeypatch.setitem(STAGE_FUNCTIONS, "early_begin", begin)
     assert not same(train(EARLY), expected)
+
+
+class Loader:
+    """Batches with keys of the batches around them, and an error instead of the third on the last rank."""
+
+    def __init__(self, rank, world_size):
+        self.number, self.rank, self.fails = -1, rank, rank == world_size - 1
+
+    def __next__(self):
+        self.number += 1
+        if self.number == 2 and self.fails:
+            raise OSError("no disk")
+        if self.number == 6:
+            raise StopIteration
+        return make_batch(10 * self.rank + self.number, 7, keys=9)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_that_all_ranks_skip_is_not_the_one_before(world_size):
+    def train(schedule):
+        def body(rank, communicator):
+            seen, loader = [], Loader(rank, world_size)
+            with make_pipeline(Recommender(communicator), schedule, num_micro_batches=3) as pipeline:
+                for _ in range(6):
+                    try:
+                        seen.append(pipeline.progress(loader).tolist())
+                    except (OSError, RemoteRankError) as error:
+                        seen.append(str(error))
+                return seen, state_of(pipeline)
+
+        return run_ranks_as_threads(world_size, body, timeout_s=20.0)
+
+    expected = train("sequential")
+    assert [[step for step in range(6) if isinstance(seen[step], str)] for seen, _ in expected] == [[2]] * world_size
+    assert train(EARLY) == expected
 
 
 # -------------------------------------------------------------------------------------------- returned weights
