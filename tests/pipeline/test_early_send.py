@@ -4,6 +4,8 @@ that keeps it so is missed when it is taken away.
 That it equals `sequential` wherever the others do: "nested+early" in the other files.
 """
 
+import gc
+
 import pytest
 import torch
 from small_model import Recommender, make_batch, make_pipeline, run_all, state_of
@@ -13,7 +15,7 @@ from nestpipe_kernels.errors import RemoteRankError
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.stages import commit, early, window
 from nestpipe_kernels.stages.registry import STAGE_FUNCTIONS
-from nestpipe_kernels.stages.state import OwnerKeys
+from nestpipe_kernels.stages.state import BatchState, OwnerKeys
 from nestpipe_kernels.testing.explorer import Orders, explore
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_ranks_as_threads, run_scenario
@@ -155,6 +157,21 @@ def test_ordering_finding_1_rows_updated_before_a_bad_verdict_go_again(monkeypat
     original = early.begin
     monkeypatch.setitem(STAGE_FUNCTIONS, "early_begin", begin)
     assert not same(train(EARLY), expected)
+
+
+def test_batches_are_forgotten_when_their_rows_have_been_copied():
+    with make_pipeline(Recommender(), EARLY) as pipeline:
+        iterator = iter([make_batch(t) for t in range(20)])
+
+        def states_after(steps):
+            for _ in range(steps):
+                pipeline.progress(iterator)
+            pipeline.drain()
+            gc.collect()
+            return sum(type(found) is BatchState for found in gc.get_objects())
+
+        few = states_after(5)
+        assert states_after(10) <= few + 1
 
 
 class Loader:
