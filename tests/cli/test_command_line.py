@@ -39,7 +39,7 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
         (["fly"], "invalid choice: 'fly'"),
         (["train", "--schedule", "magic"], "argument --schedule: invalid choice: 'magic'"),
         (["train", "--nproc", "0"], "argument --nproc: must be an integer >= 1, got '0'"),
-        (["train", "--micro-batches", "x"], "argument --micro-batches: must be an integer >= 1, got 'x'"),
+        (["train", "--micro-batches", "x"], "argument --micro-batches: must be an integer >= 1, got 'x'; or auto"),
         (["train", "--lr", "nan"], "argument --lr: must be a finite number >= 0, got 'nan'"),
         (["train", "--timeout", "-1"], "argument --timeout: must be a finite number > 0, got '-1'"),
         (["train", "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),

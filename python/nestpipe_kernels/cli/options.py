@@ -108,7 +108,12 @@ def _rate(text: str) -> float:
 
 
 def _micro_batches(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else positive(text)
+    if text == "auto":
+        return "auto"
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or auto") from None
 
 
 def add_train(commands: Any) -> None:

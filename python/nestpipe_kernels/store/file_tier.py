@@ -29,7 +29,7 @@ class FileTier:
     Attributes:
         directory: where the file is made: an existing directory on a local disk, one for all ranks of a machine or not.
         memory_bytes: how many bytes of rows stay in memory, at least 64 KiB; for each rank, and each group of tables
-            with the same dim, storage type, optimizer and tier. Rows of two batches should fit, or are read twice;
+            with the same dim, storage type, optimizer and tier. Rows of three batches should fit, or are read twice;
             what one batch reads may be in memory beyond it for a moment.
 
     Raises:
@@ -47,7 +47,7 @@ class FileTier:
             raise TypeError(f"FileTier: memory_bytes must be an integer, got {self.memory_bytes!r}")
         if self.memory_bytes < SMALLEST:
             raise ValueError(
-                f"FileTier: memory_bytes must be >= {SMALLEST} (64 KiB), got {self.memory_bytes}: rows of two batches "
+                f"FileTier: memory_bytes must be >= {SMALLEST} (64 KiB), got {self.memory_bytes}: rows of three batches "
                 "should fit"
             )
 
