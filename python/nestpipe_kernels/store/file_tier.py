@@ -47,8 +47,8 @@ class FileTier:
             raise TypeError(f"FileTier: memory_bytes must be an integer, got {self.memory_bytes!r}")
         if self.memory_bytes < SMALLEST:
             raise ValueError(
-                f"FileTier: memory_bytes must be >= {SMALLEST} (64 KiB), got {self.memory_bytes}: rows of three batches "
-                "should fit"
+                f"FileTier: memory_bytes must be >= {SMALLEST} (64 KiB), got {self.memory_bytes}: rows of three "
+                "batches should fit"
             )
 
 
