@@ -58,7 +58,7 @@ def command_line(pid: str) -> bytes:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)  # three runs of several processes each
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_fault_42_44_killed_and_continued_equals_one_run(tmp_path, nproc) -> None:
     ranks = ["--nproc", str(nproc), "--timeout", "30"]
     whole = [*COMMAND, *ranks, "--steps", "40", "--checkpoint", str(tmp_path / "whole")]
