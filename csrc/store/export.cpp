@@ -80,11 +80,7 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
     }
   };
   const auto handle = [handles](std::int64_t j) { return handles[j]; };
-  in_portions(size, false, handle, [&](std::int64_t begin, std::int64_t end) {
-    parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
-      copy(begin + first, begin + last);
-    });
-  });
+  for_row_ranges(size, kRowsPerTask, false, handle, copy);
 }
 
 }  // namespace nestpipe

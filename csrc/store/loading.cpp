@@ -130,11 +130,7 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
     }
   };
   const auto handle = [&](std::int64_t j) { return std::int64_t{number(j)}; };
-  in_portions(size, true, handle, [&](std::int64_t begin, std::int64_t end) {
-    parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
-      fill(begin + first, begin + last);
-    });
-  });
+  for_row_ranges(size, kRowsPerTask, true, handle, fill);
   for (std::int64_t j = 0; j < size; ++j)
     last_batch_ = std::max(last_batch_, metadata.last_used[j]);
   num_rows_.store(num_rows + size - reused, std::memory_order_relaxed);

@@ -372,11 +372,7 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
     const std::uint32_t number = missing.rows[i];  // Of first ones; others have none.
     return number == kNoRow ? std::int64_t{-1} : std::int64_t{number};
   };
-  in_portions(missing.count(), true, handle, [&](std::int64_t begin, std::int64_t end) {
-    parallel_ranges(end - begin, kKeysPerTask / 8, [&](std::int64_t first, std::int64_t last) {
-      write(begin + first, begin + last);
-    });
-  });
+  for_row_ranges(missing.count(), kKeysPerTask / 8, true, handle, write);
   for (std::uint32_t i = 0; i < missing.count(); ++i) {
     if (missing.first[i] != i) continue;
     TableCounters& counters = tables_[missing.table(i)]->counters;

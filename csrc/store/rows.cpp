@@ -15,19 +15,12 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 256;
 constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
 
-// body(first, last) for ranges of [begin, end), on several threads.
-template <typename Body>
-void for_ranges(std::int64_t begin, std::int64_t end, const Body& body) {
-  parallel_ranges(end - begin, kRowsPerTask, [&](std::int64_t first, std::int64_t last) {
-    body(begin + first, begin + last);
-  });
-}
-
-template <typename Body>
-void for_each_row(std::int64_t begin, std::int64_t end, const Body& body) {
-  for_ranges(begin, end, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t j = first; j < last; ++j) body(j, last);
-  });
+// body(begin, end) out of one(j, end) for each row j of the range.
+template <typename One>
+auto each(const One& one) {
+  return [one](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t j = begin; j < end; ++j) one(j, end);
+  };
 }
 
 auto at(const std::int64_t* handles) {
@@ -98,8 +91,7 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
       absent_row(in.tables[j], in.keys[j], to);
     }
   };
-  in_portions(in.size, false, at(handles),
-              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, copy); });
+  for_row_ranges(in.size, kRowsPerTask, false, at(handles), each(copy));
 }
 
 void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, const float* rows) {
@@ -111,8 +103,7 @@ void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, 
     }
     if (handles[j] >= 0) std::memcpy(row(handles[j]), rows + j * row_floats_, bytes);
   };
-  in_portions(size, true, at(handles),
-              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, copy); });
+  for_row_ranges(size, kRowsPerTask, true, at(handles), each(copy));
 }
 
 void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan& in,
@@ -134,8 +125,7 @@ void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan&
       unpack_embedding(data_type_, from, dim_, out + j * dim_);
     }
   };
-  in_portions(in.size, false, at(handles),
-              [&](std::int64_t begin, std::int64_t end) { for_ranges(begin, end, unpack); });
+  for_row_ranges(in.size, kRowsPerTask, false, at(handles), unpack);
 }
 
 void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t size,
@@ -144,8 +134,7 @@ void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t 
   const auto pack = [&](std::int64_t j, std::int64_t) {
     if (handles[j] >= 0) pack_embedding(data_type_, values + j * dim_, dim_, row(handles[j]));
   };
-  in_portions(size, true, at(handles),
-              [&](std::int64_t begin, std::int64_t end) { for_each_row(begin, end, pack); });
+  for_row_ranges(size, kRowsPerTask, true, at(handles), each(pack));
 }
 
 void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t size,

@@ -77,7 +77,6 @@ class RowFile {
   // How many ranges of `bytes` one call of `use` should name at most.
   std::int64_t portion(std::size_t bytes) const;
 
-  std::size_t limit_bytes() const { return limit_pages_ << page_shift_; }
   RowFileCounters counters() const;
 
  private:

@@ -40,10 +40,8 @@ class Slabs {
   }
 
   void* at(std::uint64_t record) const {
-    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
-    const int top = 63 - __builtin_clzll(shifted);
-    const std::uint64_t within = shifted - (std::uint64_t{1} << top);
-    return data_[top - first_log2_] + within * bytes_per_record_;
+    const RowFile::Range place = range(record);
+    return data_[place.slab] + place.begin;
   }
 
   // Where a record lies.

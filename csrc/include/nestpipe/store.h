@@ -40,6 +40,7 @@
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
 #include "nestpipe/memory.h"
+#include "nestpipe/parallel.h"
 #include "nestpipe/row_file.h"
 #include "nestpipe/row_storage.h"
 #include "nestpipe/slabs.h"
@@ -290,19 +291,23 @@ class EmbeddingStore {
       return slabs_.range(static_cast<std::uint64_t>(number));
     });
   }
-  // body(begin, end) for all rows; where they lie in a file, for portions that fit into its memory,
+  // body(begin, end) for ranges of rows_per_task or more of rows handle(0), ... handle(size - 1),
+  // on several threads; where rows lie in a file, portion by portion that fits into its memory,
   // after use_rows.
   template <typename HandleOf, typename Body>
-  void in_portions(std::int64_t size, bool writes, const HandleOf& handle, const Body& body) const {
+  void for_row_ranges(std::int64_t size, std::int64_t rows_per_task, bool writes,
+                      const HandleOf& handle, const Body& body) const {
     if (file_ == nullptr) {
-      body(std::int64_t{0}, size);
+      parallel_ranges(size, rows_per_task, body);
       return;
     }
     const std::int64_t most = file_->portion(static_cast<std::size_t>(row_floats_) * sizeof(float));
     for (std::int64_t begin = 0; begin < size; begin += most) {
       const std::int64_t end = size - begin < most ? size : begin + most;
       use_rows(begin, end, writes, handle);
-      body(begin, end);
+      parallel_ranges(end - begin, rows_per_task, [&](std::int64_t first, std::int64_t last) {
+        body(begin + first, begin + last);
+      });
     }
   }
   static void check_shards(int first, int end);
