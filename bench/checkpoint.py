@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -11,17 +10,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
 import nestpipe_kernels as nk
-from nestpipe_kernels._native import core
 from nestpipe_kernels.bench.disk import copy_files, drop_from_cache, read_files, write_files
+from nestpipe_kernels.bench.lines import print_lines, spread, use_threads
 from nestpipe_kernels.checkpoint.api import load, save
 from nestpipe_kernels.checkpoint.tools.reshard import reshard
-from nestpipe_kernels.config import default_threads
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.types import SparseOptimizer
 
@@ -75,14 +73,13 @@ def run(parsed: argparse.Namespace) -> int:
         ValueError: the disk has too little room.
         OSError: as the system says. Files are removed whatever happens.
     """
-    core().set_num_threads(parsed.threads or default_threads())
-    torch.set_num_threads(parsed.threads or default_threads())
+    threads = use_threads(parsed.threads)
     root = Path(tempfile.mkdtemp(prefix="nestpipe-bench-", dir=parsed.directory))
     try:
         times, sizes, cold = _measure(parsed, root)
     finally:
         shutil.rmtree(root)
-    _print_lines(parsed, times, sizes, cold)
+    _print_lines(parsed, threads, times, sizes, cold)
     return 0
 
 
@@ -148,7 +145,7 @@ def _check_room(root: Path, needed: int) -> None:
         )
 
 
-def _print_lines(parsed: argparse.Namespace, times: _Times, sizes: list[int], cold: bool | None) -> None:
+def _print_lines(parsed: argparse.Namespace, threads: int, times: _Times, sizes: list[int], cold: bool | None) -> None:
     shape = {
         "rows": parsed.rows,
         "dim": parsed.dim,
@@ -160,16 +157,13 @@ def _print_lines(parsed: argparse.Namespace, times: _Times, sizes: list[int], co
     against = {"save": "write", "load": "read", "reshard": "copy"}
     lines = []
     for name, seconds in times.seconds.items():
-        cuts = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
         line: dict[str, Any] = {
             "case": "checkpoint",
             "shape": shape,
             "impl": f"nestpipe {name}" if name in against else f"disk {name}",
             "dtype": "float32",
-            "threads": parsed.threads or default_threads(),
-            "median_ms": round(median(seconds) * 1e3, 2),
-            "p20_ms": round(cuts[0] * 1e3, 2),
-            "p80_ms": round(cuts[3] * 1e3, 2),
+            "threads": threads,
+            **spread(seconds, 1e3, 2),
             "cpu_ms": round(median(times.cpu_seconds[name]) * 1e3, 2),
             "gb_per_s": round(sum(sizes) / median(seconds) / 1e9, 3),
         }
@@ -178,8 +172,5 @@ def _print_lines(parsed: argparse.Namespace, times: _Times, sizes: list[int], co
             line["fraction_of_disk" if name != "reshard" else "times_copy"] = round(
                 ratio if name != "reshard" else 1 / ratio, 3
             )
-        lines.append(json.dumps({**line, **facts()}))
-    print("\n".join(lines))
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+        lines.append({**line, **facts()})
+    print_lines(parsed, lines)

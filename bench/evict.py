@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ import torch
 from torch import Tensor
 
 import nestpipe_kernels as nk
-from nestpipe_kernels._native import core
-from nestpipe_kernels.config import default_threads
+from nestpipe_kernels.bench.lines import print_lines, spread, use_threads
+from nestpipe_kernels.bench.zipf import draw_ranks, far_ids, zipf_cdf
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.store import EmbeddingStore
 from nestpipe_kernels.types import KeyStatus
@@ -55,14 +53,8 @@ class Table:
 def zipf_stream(parsed: argparse.Namespace, num_batches: int) -> list[Tensor]:
     """int64 [batch] each: ids of a Zipf distribution over `keys` ids, hot ones spread over the range."""
     generator = np.random.default_rng(parsed.seed)
-    cdf = np.cumsum(np.arange(1, parsed.keys + 1, dtype=np.float64) ** -parsed.zipf)
-    cdf /= cdf[-1]
-    batches = []
-    for _ in range(num_batches):
-        ranks = np.searchsorted(cdf[:-1], generator.random(parsed.batch), side="right")
-        # Odd multiplier modulo 2^40: one id per rank.
-        batches.append(torch.from_numpy((ranks * 0x9E3779B1) % (1 << 40)))
-    return batches
+    cdf = zipf_cdf(parsed.keys, parsed.zipf)
+    return [torch.from_numpy(far_ids(draw_ranks(cdf, generator, parsed.batch))) for _ in range(num_batches)]
 
 
 def miss_stream(parsed: argparse.Namespace, num_batches: int) -> list[Tensor]:
@@ -72,17 +64,12 @@ def miss_stream(parsed: argparse.Namespace, num_batches: int) -> list[Tensor]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure the streams in turn; one JSON line for each table and stream."""
-    threads = parsed.threads or default_threads()
-    core().set_num_threads(threads)
-    torch.set_num_threads(threads)
+    threads = use_threads(parsed.threads)
     streams: dict[str, Callable[[argparse.Namespace, int], list[Tensor]]] = {"zipf": zipf_stream, "misses": miss_stream}
     lines = []
     for name, make in streams.items():
         lines += _lines(parsed, name, threads, _measure(parsed, name, make))
-    print("\n".join(lines))
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+    print_lines(parsed, lines)
     return 0
 
 
@@ -146,35 +133,30 @@ def _batches_to_fill(make: Callable[[argparse.Namespace, int], list[Tensor]], pa
         count *= 2
 
 
-def _lines(parsed: argparse.Namespace, stream: str, threads: int, tables: list[Table]) -> list[str]:
+def _lines(parsed: argparse.Namespace, stream: str, threads: int, tables: list[Table]) -> list[dict[str, Any]]:
     lines = []
     room = tables[0]
     for table in tables:
-        cuts = quantiles(table.times, n=5, method="inclusive") if len(table.times) > 1 else table.times * 4
         counters = table.store.counters()
         shape = {
             "stream": stream, "rows": parsed.rows, "dim": parsed.dim, "batch": parsed.batch, "slack": parsed.slack,
             "keys": parsed.keys, "zipf": parsed.zipf,
         }  # fmt: skip
         lines.append(
-            json.dumps(
-                {
-                    "case": "find_or_insert_evict",
-                    "shape": shape,
-                    "impl": table.name,
-                    "dtype": "float32",
-                    "threads": threads,
-                    "median_ms": round(median(table.times), 4),
-                    "p20_ms": round(cuts[0], 4),
-                    "p80_ms": round(cuts[3], 4),
-                    "mean_ms": round(mean(table.times), 4),
-                    "cpu_ms": round(mean(table.cpu_times), 4),
-                    "mean_over_room": round(mean(table.times) / mean(room.times), 4),
-                    "cpu_over_room": round(mean(table.cpu_times) / mean(room.cpu_times), 4),
-                    "inserted": counters["inserted"] - table.inserted_before,
-                    "evicted": counters["evicted"],
-                    **facts(),
-                }
-            )
+            {
+                "case": "find_or_insert_evict",
+                "shape": shape,
+                "impl": table.name,
+                "dtype": "float32",
+                "threads": threads,
+                **spread(table.times),
+                "mean_ms": round(mean(table.times), 4),
+                "cpu_ms": round(mean(table.cpu_times), 4),
+                "mean_over_room": round(mean(table.times) / mean(room.times), 4),
+                "cpu_over_room": round(mean(table.cpu_times) / mean(room.cpu_times), 4),
+                "inserted": counters["inserted"] - table.inserted_before,
+                "evicted": counters["evicted"],
+                **facts(),
+            }
         )
     return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nestpipe_kernels.bench.lines import print_lines
 from nestpipe_kernels.bench.link_meter import LinkMeter
 from nestpipe_kernels.bench.pipeline_lines import BASELINE, make_lines, table
-from nestpipe_kernels.bench.pipeline_runs import FILL_STEPS, Ours, available
+from nestpipe_kernels.bench.pipeline_runs import FILL_STEPS, IMPLEMENTATIONS, Ours
 from nestpipe_kernels.bench.pipeline_shapes import SHAPES, PipelineShape, make_batches, sized
 from nestpipe_kernels.config import default_threads, process_environment
 from nestpipe_kernels.launch import Network, init_rank, run_ranks
@@ -51,13 +51,15 @@ def run(parsed: argparse.Namespace) -> int:
     shape = _shape(parsed, rate)
     if shape.kind == "movielens" and parsed.data is None:
         raise ValueError(f"--shape {shape.name} needs --data with the path of MovieLens-100K")
+    if shape.kind != "movielens" and parsed.data is not None:
+        raise ValueError(f"--data goes with --shape ml100k, got it with {shape.name}")
     if parsed.peers and not shape.rows:
         raise ValueError(
             f"--peers needs tables of fixed size, those of --shape {shape.name} are open: use --shape dlrm"
         )
-    unknown = sorted(set(parsed.only or ()) - set(available()))
+    unknown = sorted(set(parsed.only or ()) - set(IMPLEMENTATIONS))
     if unknown:
-        raise ValueError(f"--only: unknown {', '.join(unknown)}; choose from {', '.join(available())}")
+        raise ValueError(f"--only: unknown {', '.join(unknown)}; choose from {', '.join(IMPLEMENTATIONS)}")
     _check_output(parsed)
     command = [sys.executable, "-m", "nestpipe_kernels", *parsed.arguments]
     with Network(parsed.ranks, rate) if rate is not None else nullcontext() as network:
@@ -65,7 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _shape(parsed: argparse.Namespace, rate: str | None) -> PipelineShape:
-    return sized(SHAPES[parsed.shape], None if rate is None else bits_per_second(rate), parsed.ranks)
+    return sized(SHAPES[parsed.shape], _rate_of(rate), parsed.ranks)
 
 
 def _check_output(parsed: argparse.Namespace) -> None:
@@ -88,7 +90,7 @@ def _run_rank(parsed: argparse.Namespace) -> None:
     batches = make_batches(shape, rank, ranks, parsed.seed, parsed.data)
     micro_batches = parsed.micro_batches or shape.micro_batches
     meter = None if rate is None else LinkMeter(Network.interface)
-    wanted = [BASELINE, *((name, micro_batches) for name in (BASELINE[0], *(parsed.only or available())))]
+    wanted = [BASELINE, *((name, micro_batches) for name in (BASELINE[0], *(parsed.only or IMPLEMENTATIONS)))]
     runs = [
         Ours(
             name, parts, shape, batches,
@@ -181,13 +183,9 @@ def _gather(mine: Any, rank: int, ranks: int) -> list[Any]:
 
 
 def _write(parsed: argparse.Namespace, lines: list[dict[str, Any]], all_spans: list[dict[str, list[Span]]]) -> None:
-    text = "\n".join(json.dumps(line) for line in lines)
-    print(text, flush=True)
+    text = print_lines(parsed, lines)
     for line in table(lines):
         print(line, file=sys.stderr)
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
     if parsed.output is None:
         return
     folder = Path(parsed.output)

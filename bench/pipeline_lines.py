@@ -45,7 +45,7 @@ def _mean_over_ranks(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if name == "lanes":
             lanes = sorted({lane for report in reports for lane in report["lanes"]})
             result[name] = {lane: fmean(report["lanes"].get(lane, 0.0) for report in reports) for lane in lanes}
-        elif isinstance(value, float) or name.endswith("rows_sent"):
+        elif isinstance(value, float):
             result[name] = fmean(report[name] for report in reports)
         else:
             result[name] = value
@@ -76,7 +76,7 @@ def _check_equal(found: Sequence[dict[str, Any]]) -> None:
 
 def _bound(alone: dict[str, Any], one: dict[str, Any], facts: dict[str, Any]) -> tuple[float, str]:
     """The slowest lane's busy time and its name: lanes as they work in `sequential`, where each works alone; the link
-    by its rate; on CPU also the processor time of all ranks divided by the cores."""
+    by its rate; on CPU also a rank's processor time divided by its threads."""
     lanes = dict(alone["lanes"])
     if one["comm_ms"] is not None:
         lanes["link"] = min(one["comm_ms"], alone["comm_ms"])

@@ -142,13 +142,8 @@ def make_peers(
 ) -> list[TorchRecPeer]:
     """TorchRec's pipelines with row-wise and table-wise tables; none, and a line on stderr, where it is not installed.
 
-    Raises:
-        ValueError: the shape's tables have an open vocabulary, which TorchRec's do not.
+    The shape's tables must be of fixed size, as TorchRec's are.
     """
-    if not shape.rows:
-        raise ValueError(
-            f"--peers needs tables of fixed size, those of --shape {shape.name} are open: use --shape dlrm"
-        )
     try:
         import torchrec  # noqa: F401
     except (ImportError, OSError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import time
@@ -26,7 +25,7 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.trace import COMPUTE_LANE, Span
 from nestpipe_kernels.trace.summary import step_table
 
-__all__ = ["FILL_STEPS", "IMPLEMENTATIONS", "Emulation", "Measured", "Ours", "available", "build_model", "digests_of"]
+__all__ = ["FILL_STEPS", "IMPLEMENTATIONS", "Emulation", "Measured", "Ours", "build_model", "digests_of"]
 
 FILL_STEPS = 3
 """Steps at the begin of a block that are not counted: the pipeline is filled again."""
@@ -44,15 +43,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 """Settings of PipelineConfig by the name that stands in the lines."""
 NOT_EXACT = ("async",)
-
-
-def available() -> list[str]:
-    """The implementations whose settings this version has."""
-    return [name for name, settings in IMPLEMENTATIONS.items() if set(settings) <= _known_settings()]
-
-
-def _known_settings() -> set[str]:
-    return {one.name for one in dataclasses.fields(PipelineConfig)}
 
 
 @dataclass
@@ -128,17 +118,14 @@ class _Counts:
 
     def note(self, batch: Any) -> None:
         """To be called after `route`."""
-        moves = [
-            [sum(sum(t.per_peer) for t in transfers) for transfers in (plan.rows, plan.grads)] for plan in batch.plans
-        ]
+        sent = sum(sum(transfer.per_peer) for plan in batch.plans for transfer in plan.rows)
         first = [plan.rows[0].per_peer for plan in batch.plans]
         last = [plan.grads[-1].per_peer for plan in batch.plans]
         uses = 0
         for plan in batch.plans:
             uses += sum(len(slots[slots >= 0].unique()) for slots in plan.source.slots)
         self.batches[batch.index] = {
-            "rows_sent": sum(rows for rows, _ in moves),
-            "grads_sent": sum(grads for _, grads in moves),
+            "rows_sent": sent,
             "distinct_rows": sum(len(plan.source.lists.keys) for plan in batch.plans),
             "first_rows": sum(map(sum, first)),
             "last_rows": sum(map(sum, last)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from nestpipe_kernels.bench.zipf import draw_spread, spread_places, zipf_cdf
 from nestpipe_kernels.data import Batch, MovieLensDataset, batches
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 
@@ -118,19 +118,14 @@ def sized(shape: PipelineShape, bits_per_second: float | None, ranks: int) -> Pi
 
 
 def make_batches(shape: PipelineShape, rank: int, ranks: int, seed: int, data: str | None) -> list[Batch]:
-    """This rank's `distinct_batches` batches.
+    """This rank's `distinct_batches` batches; `data` is the path of a MovieLens file, for that kind alone.
 
     Raises:
-        ValueError: `data` names no MovieLens file where one is needed, or is given where none is.
         OSError: it cannot be read.
     """
-    if shape.kind == "movielens":
-        if data is None:
-            raise ValueError(f"--shape {shape.name} needs --data with the path of MovieLens-100K")
+    if data is not None:
         loader = batches(MovieLensDataset(data, shape.bag), shape.batch, rank, ranks, drop_last=True, shuffle_seed=seed)
         return [batch for batch, _ in zip(loader, range(shape.distinct_batches))]
-    if data is not None:
-        raise ValueError(f"--data goes with --shape ml100k, got it with {shape.name}")
     made = _overlapping(shape, rank, seed) if shape.kind == "overlap" else _zipf(shape, rank, seed)
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     result = []
@@ -171,16 +166,7 @@ def _overlapping(shape: PipelineShape, rank: int, seed: int) -> Iterator[npt.NDA
 
 def _zipf(shape: PipelineShape, rank: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
     """[tables, batch * bag] of each batch: Zipf ids, hot ones spread over the table alike on all ranks."""
-    cdf = np.cumsum(np.arange(1, shape.rows + 1, dtype=np.float64) ** -shape.zipf)
-    cdf /= cdf[-1]
-    common = np.random.default_rng(seed)
-    spread = np.stack([common.permutation(shape.rows) for _ in range(shape.tables)])
-    generator = np.random.default_rng([seed, rank])
+    places = spread_places(np.random.default_rng(seed), shape.tables, shape.rows)
+    cdf, generator = zipf_cdf(shape.rows, shape.zipf), np.random.default_rng([seed, rank])
     for _ in range(shape.distinct_batches):
-        places = np.searchsorted(cdf[:-1], generator.random((shape.tables, shape.batch * shape.bag)), side="right")
-        yield np.take_along_axis(spread, places, axis=1)
-
-
-def describe(shape: PipelineShape) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return {**vars(shape), "times": vars(shape.times)}
+        yield draw_spread(cdf, places, generator, shape.batch * shape.bag)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import nestpipe_kernels as nk
-from nestpipe_kernels._native import core
+from nestpipe_kernels.bench.lines import print_lines, spread, use_threads
 from nestpipe_kernels.comm.communicator import Communicator, LocalCommunicator
 from nestpipe_kernels.comm.memory import InMemoryWorld
-from nestpipe_kernels.config import default_threads
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.stages.registry import STAGE_FUNCTIONS
 from nestpipe_kernels.stages.state import BatchState, RankState, Verdict
@@ -50,7 +46,6 @@ class StageClock:
     """Time inside the stage functions, by name; spans of different threads may overlap."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wrap(self, name: str, function: StageFunction) -> StageFunction:
@@ -62,7 +57,6 @@ class StageClock:
             took = time.perf_counter() - start
             with self._lock:
                 self.seconds[name] = self.seconds.get(name, 0.0) + took
-                self.calls[name] = self.calls.get(name, 0) + 1
 
         return timed
 
@@ -158,7 +152,6 @@ def _drive(
 
 def _measure(parsed: argparse.Namespace, ranks: int, schedule: str) -> _Result:
     """Steps of `ranks` ranks of this process; the result is rank 0's."""
-    torch.set_num_threads(parsed.threads)
     world = InMemoryWorld(ranks, timeout_s=60.0)
     communicators = [LocalCommunicator()] if ranks == 1 else [world.communicator(r) for r in range(ranks)]
     barrier = threading.Barrier(ranks)
@@ -180,8 +173,7 @@ def _measure(parsed: argparse.Namespace, ranks: int, schedule: str) -> _Result:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure empty and real stages, real ones once more with a clock on each; one JSON line for each."""
-    parsed.threads = parsed.threads or default_threads()
-    core().set_num_threads(parsed.threads)
+    parsed.threads = use_threads(parsed.threads)
     lines = []
     for ranks in parsed.ranks:
         for name in ("empty stages", *parsed.schedules):
@@ -196,16 +188,11 @@ def run(parsed: argparse.Namespace) -> int:
                     _measure(parsed, ranks, schedule)
             lines.append(_line(parsed, ranks, name, result, clock))
             print(f"scheduler: {name} with {ranks} ranks: {lines[-1]['median_ms']} ms", file=sys.stderr)
-    text = [json.dumps(line) for line in lines]
-    print("\n".join(text))
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write("\n".join(text) + "\n")
+    print_lines(parsed, lines)
     return 0
 
 
 def _line(parsed: argparse.Namespace, ranks: int, name: str, result: _Result, clock: StageClock) -> dict[str, Any]:
-    cuts = quantiles(result.times, n=5, method="inclusive") if len(result.times) > 1 else result.times * 4
     steps = (parsed.repeat + 10) * ranks
     shape = {k: getattr(parsed, k) for k in ("tables", "micro_batches", "batch", "bag", "dim", "rows", "clustering")}
     line = {
@@ -214,9 +201,7 @@ def _line(parsed: argparse.Namespace, ranks: int, name: str, result: _Result, cl
         "impl": name,
         "dtype": "float32",
         "threads": parsed.threads,
-        "median_ms": round(median(result.times), 4),
-        "p20_ms": round(cuts[0], 4),
-        "p80_ms": round(cuts[3], 4),
+        **spread(result.times),
         "cpu_ms": round(result.cpu_s * 1e3 / parsed.repeat / ranks, 4),
     }
     if clock.seconds:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 import nestpipe_kernels as nk
 from nestpipe_kernels._native import core
 from nestpipe_kernels.bench.disk import drop_from_cache, random_reads, write_files
+from nestpipe_kernels.bench.lines import print_lines, spread
 from nestpipe_kernels.bench.memory_limit import MemoryLimit, make_memory_limit
 from nestpipe_kernels.bench.tier_worker import Settings, serve
 from nestpipe_kernels.config import default_threads
@@ -67,7 +67,7 @@ class Worker:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Fill both tables, let them take turns, print one JSON line each and one for the disk."""
+    """Fill both tables, let them take turns, print one JSON line each."""
     directory = Path(parsed.directory or tempfile.gettempdir())
     threads = parsed.threads or default_threads()
     warm_up = -(-parsed.warm_up // BLOCK) * BLOCK
@@ -190,18 +190,6 @@ def _print_lines(
     }
     lines = []
     for name, extra in more.items():
-        cuts = _fifths(found[name])
-        line = {
-            "case": "tier", "shape": shape, "impl": name, "dtype": "float32", "threads": threads,
-            "median_ms": round(median(found[name]), 4), "p20_ms": round(cuts[0], 4), "p80_ms": round(cuts[3], 4),
-            **extra, **facts(),
-        }  # fmt: skip
-        lines.append(json.dumps(line))
-    print("\n".join(lines))
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-
-
-def _fifths(times: Sequence[float]) -> list[float]:
-    return quantiles(times, n=5, method="inclusive") if len(times) > 1 else list(times) * 4
+        facts_of_case = {"case": "tier", "shape": shape, "impl": name, "dtype": "float32", "threads": threads}
+        lines.append({**facts_of_case, **spread(found[name]), **extra, **facts()})
+    print_lines(parsed, lines)

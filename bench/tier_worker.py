@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 import nestpipe_kernels as nk
-from nestpipe_kernels._native import core
+from nestpipe_kernels.bench.lines import use_threads
+from nestpipe_kernels.bench.pipeline_runs import Emulation
+from nestpipe_kernels.bench.pipeline_shapes import StageTimes
+from nestpipe_kernels.bench.zipf import draw_ranks, far_ids, zipf_cdf
 from nestpipe_kernels.store import RowMetadata
 
 __all__ = ["Settings", "serve"]
@@ -71,22 +74,18 @@ class _Model(torch.nn.Module):
 
 class _Trainer:
     def __init__(self, settings: Settings) -> None:
-        core().set_num_threads(settings.threads)
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
         self.settings = settings
         self.model = _Model(settings)
         self.store: Any = self.model.collection.row_stores()[0]
         self._generator = np.random.default_rng(settings.seed)
-        self._cdf = np.cumsum(np.arange(1, settings.rows + 1, dtype=np.float64) ** -settings.zipf)
-        self._cdf /= self._cdf[-1]
+        self._cdf = zipf_cdf(settings.rows, settings.zipf)
         self._batches = [self._batch() for _ in range(settings.steps + 4)]
         self._stream: Iterator[Any] = iter(self._batches)
 
     def _batch(self) -> tuple[Any, Tensor]:
         s = self.settings
-        ranks = np.searchsorted(self._cdf[:-1], self._generator.random(s.tables * s.batch * s.bag), side="right")
-        # Odd multiplier modulo 2^40: one id per rank.
-        keys = torch.from_numpy((ranks * 0x9E3779B1) % (1 << 40))
+        keys = torch.from_numpy(far_ids(draw_ranks(self._cdf, self._generator, s.tables * s.batch * s.bag)))
         names = [f"f{t}" for t in range(s.tables)]
         lengths = torch.full((s.tables * s.batch,), s.bag, dtype=torch.int64)
         labels = torch.from_numpy(self._generator.standard_normal(s.batch).astype(np.float32))
@@ -95,9 +94,9 @@ class _Trainer:
     def fill(self) -> None:
         """Rows for all keys, in the order in which a stream of such keys would meet them first."""
         s = self.settings
-        chances = np.diff(self._cdf, prepend=0.0)
+        chances = np.diff(self._cdf, prepend=0.0, append=1.0)
         arrival = self._generator.exponential(size=s.rows) / chances
-        order = torch.from_numpy((np.argsort(arrival) * 0x9E3779B1) % (1 << 40))
+        order = torch.from_numpy(far_ids(np.argsort(arrival)))
         for begin in range(0, s.rows, FILL):
             keys = order[begin : begin + FILL]
             notes = RowMetadata(torch.full_like(keys, -1), torch.zeros_like(keys))
@@ -112,13 +111,7 @@ class _Trainer:
         config = nk.PipelineConfig(num_micro_batches=s.micro_batches, threads=s.threads, timeline_steps=2)
         self.pipeline = nk.NestedPipeline(self.model, dense, config=config)
         if s.compute_ms:
-            self.pipeline.rank.hold = self._hold
-
-    def _hold(self, stage: str, batch: Any, micro: int, begin: float) -> None:
-        """The emulated accelerator: a timed wait that uses no core."""
-        if stage == "forward_backward":
-            end = begin + self.settings.compute_ms / 1e3 / self.settings.micro_batches
-            time.sleep(max(0.0, end - time.perf_counter()))
+            self.pipeline.rank.hold = Emulation(StageTimes(compute=s.compute_ms), s.micro_batches).hold
 
     def _warm_hot_rows(self, order: Tensor) -> None:
         """The hottest rows that fit, the very hottest last: what a long run would have in memory."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from pathlib import Path
-from statistics import median, quantiles
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import nestpipe_kernels as nk
-from nestpipe_kernels._native import core
+from nestpipe_kernels.bench.lines import print_lines, spread, use_threads
 from nestpipe_kernels.bench.peers import Peer, Shape, available_peers
-from nestpipe_kernels.config import default_threads
+from nestpipe_kernels.bench.zipf import draw_spread, spread_places, zipf_cdf
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.types import SparseOptimizer
 
@@ -65,14 +62,8 @@ class Ours(Peer):
 def make_batches(shape: Shape, seed: int) -> list[Tensor]:
     """NUM_BATCHES times int64 [tables, batch * bag]: Zipf ids, hot ones spread over the table."""
     generator = np.random.default_rng(seed)
-    cdf = np.cumsum(np.arange(1, shape.rows + 1, dtype=np.float64) ** -shape.zipf)
-    cdf /= cdf[-1]
-    spread = np.stack([generator.permutation(shape.rows) for _ in range(shape.tables)])
-    batches = []
-    for _ in range(NUM_BATCHES):
-        ranks = np.searchsorted(cdf[:-1], generator.random((shape.tables, shape.batch * shape.bag)), side="right")
-        batches.append(torch.from_numpy(np.take_along_axis(spread, ranks, axis=1)))
-    return batches
+    cdf, places = zipf_cdf(shape.rows, shape.zipf), spread_places(generator, shape.tables, shape.rows)
+    return [torch.from_numpy(draw_spread(cdf, places, generator, shape.batch * shape.bag)) for _ in range(NUM_BATCHES)]
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -82,9 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
         ValueError: a peer computes something else; nothing was timed.
     """
     shape = Shape(parsed.tables, parsed.rows, parsed.dim, parsed.batch, parsed.bag, parsed.zipf)
-    threads = parsed.threads or default_threads()
-    core().set_num_threads(threads)
-    torch.set_num_threads(threads)
+    threads = use_threads(parsed.threads)
     batches = make_batches(shape, parsed.seed)
     grad = torch.randn(shape.batch, shape.tables * shape.dim, generator=torch.Generator().manual_seed(parsed.seed))
     implementations: list[Peer] = [Ours(shape, parsed.optimizer)]
@@ -135,25 +124,16 @@ def _print_lines(
     parsed: argparse.Namespace, shape: Shape, threads: int, times: dict[str, list[float]], batches: list[Tensor]
 ) -> None:
     distinct = sum(len(set(row.tolist())) for row in batches[0])
-    lines = []
-    for name, milliseconds in times.items():
-        cuts = quantiles(milliseconds, n=5, method="inclusive") if len(milliseconds) > 1 else milliseconds * 4
-        lines.append(
-            json.dumps(
-                {
-                    "case": "train_step",
-                    "shape": {**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
-                    "impl": name,
-                    "dtype": "float32",
-                    "threads": threads,
-                    "median_ms": round(median(milliseconds), 4),
-                    "p20_ms": round(cuts[0], 4),
-                    "p80_ms": round(cuts[3], 4),
-                    **facts(),
-                }
-            )
-        )
-    print("\n".join(lines))
-    if parsed.json is not None:
-        with Path(parsed.json).open("a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+    lines = [
+        {
+            "case": "train_step",
+            "shape": {**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
+            "impl": name,
+            "dtype": "float32",
+            "threads": threads,
+            **spread(milliseconds),
+            **facts(),
+        }
+        for name, milliseconds in times.items()
+    ]
+    print_lines(parsed, lines)

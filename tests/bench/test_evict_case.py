@@ -5,23 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from nestpipe_kernels._native import core
 from nestpipe_kernels.cli.main import main
 
 pytest.importorskip("nestpipe_kernels.bench.evict", reason="the suite comes with the installed package")
 
 SMALL = ["--rows", "2000", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _same_threads():
-    """The case sets thread counts of the process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    core().set_num_threads(threads)
 
 
 def test_lines_of_both_streams(capsys, tmp_path):

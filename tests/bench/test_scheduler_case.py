@@ -5,22 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from nestpipe_kernels._native import core
 from nestpipe_kernels.cli.main import main
 from nestpipe_kernels.stages.registry import STAGE_FUNCTIONS
 
 pytest.importorskip("nestpipe_kernels.bench.scheduler", reason="the suite comes with the installed package")
-
-
-@pytest.fixture(autouse=True)
-def _same_threads():
-    """The case sets thread counts of the process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    core().set_num_threads(threads)
 
 
 def test_a_line_for_empty_and_for_real_stages_of_one_and_two_ranks(capsys, tmp_path):

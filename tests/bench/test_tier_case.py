@@ -8,9 +8,7 @@ import os
 import threading
 
 import pytest
-import torch
 
-from nestpipe_kernels._native import core
 from nestpipe_kernels.cli.main import main
 
 case = pytest.importorskip("nestpipe_kernels.bench.tier", reason="the suite comes with the installed package")
@@ -35,12 +33,8 @@ class WorkerInThread(case.Worker):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    threads = torch.get_num_threads()
     monkeypatch.setattr(case, "Worker", WorkerInThread)
     monkeypatch.setattr(case, "make_memory_limit", lambda name: None)
-    yield
-    torch.set_num_threads(threads)
-    core().set_num_threads(threads)
 
 
 def test_lines_of_both(in_threads, capsys, tmp_path):

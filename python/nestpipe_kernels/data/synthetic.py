@@ -29,7 +29,7 @@ from nestpipe_kernels.data.batch import Batch
 from nestpipe_kernels.data.dataset import DEFAULT_BATCH_SIZE, TableSchema
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 
-__all__ = ["SyntheticConfig", "SyntheticDataset"]
+__all__ = ["SyntheticConfig", "SyntheticDataset", "zipf_cdf"]
 
 _Words = npt.NDArray[np.uint64]
 _MASK = 2**64 - 1
@@ -89,10 +89,10 @@ class SyntheticDataset:
     def __init__(self, config: SyntheticConfig | None = None) -> None:
         self.config = config = SyntheticConfig() if config is None else config
         self.num_dense = config.num_dense
-        self._user_cdf = _zipf_cdf(config.num_users, config.zipf_exponent)
-        self._item_cdf = _zipf_cdf(config.num_items, config.zipf_exponent)
+        self._user_cdf = zipf_cdf(config.num_users, config.zipf_exponent)
+        self._item_cdf = zipf_cdf(config.num_items, config.zipf_exponent)
         # Every topic has this many items; the few that remain are reached through the popularity of all items.
-        self._topic_cdf = _zipf_cdf(config.num_items // config.num_topics, config.zipf_exponent)
+        self._topic_cdf = zipf_cdf(config.num_items // config.num_topics, config.zipf_exponent)
 
     def __len__(self) -> int:
         return self.config.num_samples
@@ -170,8 +170,11 @@ class SyntheticDataset:
         return _words(self.config.seed, stream, ranks.astype(np.uint64)).view(np.int64)
 
 
-def _zipf_cdf(size: int, exponent: float) -> npt.NDArray[np.float64]:
-    """P(rank <= r) for r < size - 1: searchsorted(..., side="right") of a uniform number gives a rank < size."""
+def zipf_cdf(size: int, exponent: float) -> npt.NDArray[np.float64]:
+    """float64 [size - 1]: P(rank <= r) for r < size - 1, where P(rank r) is proportional to 1 / (r + 1)^exponent.
+
+    searchsorted(..., side="right") of a uniform number in [0, 1) gives a rank < size.
+    """
     cdf = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
     return np.asarray(cdf[:-1] / cdf[-1])
 
