@@ -64,26 +64,24 @@ def test_embeddings_of_half_precision_are_the_same(tmp_path, data_type):
     keys = torch.arange(3000)
     for store in (plain, tiered):
         store.find_or_insert(keys)
-        store.write_embeddings(store.find_handles(keys, table_zero(keys)), torch.randn(3000, DIM).fill_(0.3))
+        values = torch.linspace(-1, 1, 3000 * DIM).view(3000, DIM)
+        store.write_embeddings(store.find_handles(keys, table_zero(keys)), values)
     assert torch.equal(plain.find(keys)[0], tiered.find(keys)[0])
 
 
-def test_rows_that_reach_over_pages(tmp_path):
-    settings = {"dim": 100, "optimizer": nk.optim.Adam(0.1)}  # 320 floats: 1,280 bytes
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        pytest.param({"dim": 100, "optimizer": nk.optim.Adam(0.1)}, 2000, id="1,280 bytes"),
+        pytest.param({"dim": 3000}, 50, id="longer than a page"),
+    ],
+)
+def test_rows_that_reach_over_pages(tmp_path, settings, count):
     plain, tiered = pair(tmp_path, **settings)
-    keys = torch.randperm(2000)
+    keys = torch.randperm(count)
     for store in (plain, tiered):
         store.find_or_insert(keys)
-        store.apply_gradients(keys, torch.linspace(-1, 1, 200_000).view(2000, 100), step=1)
-    assert contents(plain) == contents(tiered)
-
-
-def test_rows_longer_than_a_page(tmp_path):
-    plain, tiered = pair(tmp_path, dim=3000)
-    keys = torch.randperm(50)
-    for store in (plain, tiered):
-        store.find_or_insert(keys)
-        store.apply_gradients(keys, torch.linspace(-1, 1, 150_000).view(50, 3000), step=1)
+        store.apply_gradients(keys, torch.linspace(-1, 1, count * store.dim).view(count, store.dim), step=1)
     assert contents(plain) == contents(tiered)
 
 
@@ -209,11 +207,12 @@ def test_no_name_is_left_and_the_directory_may_go(tmp_path):
     assert torch.equal(tiered.find(torch.arange(12_000))[0], plain.find(torch.arange(12_000))[0])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_files_are_closed_with_the_store(tmp_path):
-    count = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    count = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         pair(tmp_path)[1].find_or_insert(torch.arange(1000))
-    assert (len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0) <= count
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 def test_a_directory_that_is_not_there(tmp_path):
