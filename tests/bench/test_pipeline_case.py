@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from nestpipe_kernels.cli.bench import PIPELINE_SHAPES
 from nestpipe_kernels.cli.main import main
 from nestpipe_kernels.launch.network import bits_per_second
 from nestpipe_kernels.trace import Span
@@ -110,6 +111,14 @@ def test_batches_of_the_paper_s_shape_overlap_as_they_should() -> None:
             assert len(mine & theirs) >= int(shape.common * len(mine)) > 0
     again = pipeline_shapes.make_batches(shape, 0, 2, 7, None)
     assert all(torch.equal(a.sparse.values(), b.sparse.values()) for a, b in zip(both[0], again))
+
+
+def test_the_command_line_offers_the_shapes_and_implementations_there_are(capsys) -> None:
+    assert tuple(pipeline_shapes.SHAPES) == PIPELINE_SHAPES
+    with pytest.raises(SystemExit):
+        main(["bench", "pipeline", "--help"])
+    first, *others = pipeline_runs.IMPLEMENTATIONS
+    assert f"beside {first}: {', '.join(others)} (all)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("rate", "ranks"), [("500mbit", 2), ("1gbit", 4)])
