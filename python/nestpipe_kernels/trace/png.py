@@ -12,7 +12,7 @@ from nestpipe_kernels.trace.summary import COMPUTE_LANE, summarize
 if TYPE_CHECKING:
     from nestpipe_kernels.trace.timeline import Span
 
-__all__ = ["draw_legend", "new_figure", "write"]
+__all__ = ["draw_lanes", "draw_legend", "new_figure", "write"]
 
 SHOWN_STEPS = 3
 WIDTH_INCHES = 15.0
@@ -47,14 +47,7 @@ def _window(ranks: Sequence[tuple[int, Sequence[Span]]]) -> tuple[int, int]:
 def _draw_rank(axis: Any, rank: int, spans: Sequence[Span], start_ns: int, end_ns: int) -> None:
     lanes = lane_names(spans)
     width_ms = max((end_ns - start_ns) / 1e6, 1e-6)
-    axis.set_xlim(0, width_ms)
-    axis.set_ylim(len(lanes), 0)
-    axis.set_yticks([index + 0.5 for index in range(len(lanes))], lanes)
-    axis.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    for index in range(1, len(lanes)):
-        axis.axhline(index, color="#e4e4ea", linewidth=0.8, zorder=0)
+    draw_lanes(axis, lanes, width_ms)
     numbers = summarize(spans)
     axis.set_title(
         f"rank {rank}: step {numbers['step_ms']:.2f} ms, compute {numbers['compute_ms']:.2f}, exposed lookup "
@@ -70,6 +63,18 @@ def _draw_rank(axis: Any, rank: int, spans: Sequence[Span], start_ns: int, end_n
         for span, row in zip(own, rows):
             if span.end_ns > start_ns and span.start_ns < end_ns:
                 _draw_span(axis, span, index + 0.12 + row * height, height, (start_ns, width_ms))
+
+
+def draw_lanes(axis: Any, lanes: Sequence[str], width_ms: float) -> None:
+    """Empty lanes with their names, lane k between the heights k and k + 1 from above; time in milliseconds."""
+    axis.set_xlim(0, width_ms)
+    axis.set_ylim(len(lanes), 0)
+    axis.set_yticks([index + 0.5 for index in range(len(lanes))], lanes)
+    axis.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    for index in range(1, len(lanes)):
+        axis.axhline(index, color="#e4e4ea", linewidth=0.8, zorder=0)
 
 
 def _draw_span(axis: Any, span: Span, top: float, height: float, window: tuple[int, float]) -> None:

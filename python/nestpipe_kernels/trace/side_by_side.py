@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nestpipe_kernels.trace.layout import COLOURS, EXPOSED_COLOUR
-from nestpipe_kernels.trace.png import WIDTH_INCHES, draw_legend, new_figure
+from nestpipe_kernels.trace.png import WIDTH_INCHES, draw_lanes, draw_legend, new_figure
 from nestpipe_kernels.trace.summary import COMPUTE_LANE, summarize
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def save_side_by_side(path: str | Path, title: str, runs: Sequence[tuple[str, Se
     width_ms = SHOWN_STEPS * max(summarize(spans)["step_ms"] for _, spans in runs)
     lanes = [_lanes(spans) for _, spans in runs]
     heights = [len(names) * LANE_INCHES + TITLE_INCHES for names in lanes]
-    figure = new_figure((WIDTH_INCHES, sum(heights) + 1.2))
+    total = sum(heights) + 1.2
+    figure = new_figure((WIDTH_INCHES, total))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, (name, spans), start_ns, names in zip(axes, runs, starts, lanes):
         _draw_run(axis, name, spans, (start_ns, width_ms), names)
     axes[-1].set_xlabel("milliseconds")
-    total = sum(heights) + 1.2
     figure.suptitle(title, x=0.09, y=1 - 0.08 / total, ha="left", va="top", fontsize=10)
     draw_legend(figure, y=1 - 0.42 / total)
     figure.subplots_adjust(left=0.09, right=0.99, top=1 - 0.95 / total, bottom=0.45 / total, hspace=0.3)
@@ -69,13 +69,9 @@ def _lanes(spans: Sequence[Span]) -> list[str]:
 
 
 def _draw_run(axis: Any, name: str, spans: Sequence[Span], window: tuple[int, float], lanes: Sequence[str]) -> None:
-    axis.set_xlim(0, window[1])
-    axis.set_ylim(len(lanes), 0)
-    axis.set_yticks([index + 0.5 for index in range(len(lanes))], lanes, fontsize=7)
-    axis.tick_params(axis="y", length=0)
+    draw_lanes(axis, lanes, window[1])
+    axis.tick_params(axis="y", labelsize=7)
     axis.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
     numbers = summarize(spans)
     axis.set_title(
         f"{name}: step {numbers['step_ms']:.0f} ms, of it waiting for lookup {numbers['exposed_lookup_ms']:.0f}, "
@@ -84,8 +80,6 @@ def _draw_run(axis: Any, name: str, spans: Sequence[Span], window: tuple[int, fl
         fontsize=9,
         pad=3,
     )
-    for index in range(1, len(lanes)):
-        axis.axhline(index, color="#ececf1", linewidth=0.6, zorder=0)
     for end_ms in _step_ends(spans, window):
         axis.axvline(end_ms, color="#33333b", linewidth=0.9, linestyle=(0, (2, 2)), zorder=3)
     for index, lane in enumerate(lanes):
