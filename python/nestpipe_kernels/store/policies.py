@@ -11,7 +11,15 @@ from torch import Tensor
 from ..policy import LFU, LRU, TTL, MinFrequency, Probability, Score
 from ..types import TableSpec
 
-__all__ = ["check_policies", "has_policy", "native_admission", "native_eviction", "rows_in_bytes", "score_caller"]
+__all__ = [
+    "SEED_MASK",
+    "check_policies",
+    "has_policy",
+    "native_admission",
+    "native_eviction",
+    "rows_in_bytes",
+    "score_caller",
+]
 
 SEED_MASK = (1 << 64) - 1
 RECORD_BYTES = 40

@@ -12,13 +12,12 @@ from torch import Tensor
 from ..init import Initializer, Uniform
 from ..types import UNBOUNDED, TableSpec
 from .checks import check_spec
-from .policies import check_policies, native_admission, native_eviction
+from .policies import SEED_MASK, check_policies, native_admission, native_eviction
 
 __all__ = ["SEED_MASK", "int32_tensor", "int64_tensor", "native_table", "with_default_init", "words"]
 
 INT64 = torch.int64
 INT32 = torch.int32
-SEED_MASK = (1 << 64) - 1
 
 
 def with_default_init(spec: TableSpec, dim: int) -> TableSpec:
