@@ -28,8 +28,7 @@ from fault_world import (
 )
 from nestpipe_kernels import checkpoint
 from nestpipe_kernels.launch.network import Network
-from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph, evaluation_graph
-from nestpipe_kernels.stages import registry
+from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph
 from nestpipe_kernels.testing.explorer import read_store
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import run_scenario
@@ -104,14 +103,6 @@ def assert_killed_rank_is_named(world: FaultWorld, case: Case) -> None:
         stages = build_graph(case.schedule, early_send=case.early_send).stages
         lanes = [stage.lane for stage in stages if re.search(rf"\b{stage.name} of batch", named)]
         assert len(lanes) == len(set(lanes)), words  # what it was doing, not all that it has done
-
-
-def test_errors_call_stages_as_graphs_do():
-    graphs = [build_graph(schedule) for schedule in SCHEDULES] + [build_graph("nested", early_send=True)]
-    graphs += [build_graph("nested", fetch=True), build_graph("nested", sparse_groups="exact"), evaluation_graph()]
-    for graph in graphs:
-        for stage in graph.stages:
-            assert registry._SHOWN.get(stage.function, stage.function) == stage.name or stage.name == "refresh"
 
 
 @pytest.mark.parametrize(("number", "stage"), list(enumerate(STAGES)), ids=STAGES)

@@ -1,4 +1,4 @@
-"""run_stage: what is skipped, and the emulated device's hold."""
+"""run_stage: what is skipped, what others hear of a failure, and the emulated device's hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_hold_runs_after_the_stage_with_the_time_it_began(monkeypatch: pytest.Mo
     rank.hold = lambda name, batch, micro, begin: seen.append(
         (name, batch.index, micro, before <= begin <= time.perf_counter())
     )
-    registry.run_stage("update", rank, BatchState(4, "t4"), 3)
+    registry.run_stage("update", "update", rank, BatchState(4, "t4"), 3)
     assert seen == [("work", 0, 0, True), ("update", 4, 3, True)]
 
 
@@ -33,5 +33,19 @@ def test_a_skipped_batch_neither_works_nor_holds(monkeypatch: pytest.MonkeyPatch
     rank = _rank()
     monkeypatch.setitem(registry.STAGE_FUNCTIONS, "update", lambda *_: seen.append("work"))
     rank.hold = lambda *_: seen.append("hold")
-    registry.run_stage("update", rank, BatchState(0, "t0", skipped=True), 0)
+    registry.run_stage("update", "update", rank, BatchState(0, "t0", skipped=True), 0)
     assert seen == []
+
+
+def test_peers_hear_of_a_failure_by_the_name_of_the_stage_not_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, bool]] = []
+    rank = _rank()
+
+    def fail(*_: object) -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(rank.communicator, "report_failure", lambda text, own: said.append((text, own)), raising=False)
+    monkeypatch.setitem(registry.STAGE_FUNCTIONS, "gather_all", fail)
+    with pytest.raises(OSError, match="no disk"):
+        registry.run_stage("refresh", "gather_all", rank, BatchState(4, "t4"), 0)
+    assert said == [("refresh of batch 4: OSError: no disk", True)]

@@ -193,7 +193,7 @@ class LaneScheduler:
         for lane, nodes in by_lane:
             items = [
                 Item(
-                    partial(run_stage, p.stage.function, self.rank, batch, p.micro),
+                    partial(run_stage, p.stage.name, p.stage.function, self.rank, batch, p.micro),
                     self._waits(p, index),
                     events[p.slot],
                     p.stage.name,
@@ -224,7 +224,7 @@ class LaneScheduler:
                     handle.wait(batch.timeout_s)
                 self._record(f"wait {purpose}", shown, planned.shown_micro, start, "communication", True)
         start = time.perf_counter_ns()
-        run_stage(stage.function, self.rank, batch, micro)
+        run_stage(stage_name, stage.function, self.rank, batch, micro)
         self._record(stage.name, shown, planned.shown_micro, start, stage.kind, False)
         self._set(stage_name, batch, micro)
 

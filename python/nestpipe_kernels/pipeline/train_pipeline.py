@@ -558,10 +558,10 @@ class NestedPipeline:
             for node in self._evaluation.nodes:
                 stage = self._evaluation.graph.by_name[node.stage]
                 if node.stage != "prefetch":
-                    run_stage(stage.function, self.rank, batch, node.micro)
+                    run_stage(stage.name, stage.function, self.rank, batch, node.micro)
                 elif drawn is None:
                     with self._position.drawing(source, batch, self.rank.communicator.rank):
-                        run_stage(stage.function, self.rank, batch, node.micro)
+                        run_stage(stage.name, stage.function, self.rank, batch, node.micro)
         finally:
             self.rank.source = self._drawn.source
         if batch.ended:

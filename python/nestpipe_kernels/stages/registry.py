@@ -60,45 +60,24 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
 }
 
 
-_SHOWN = {
-    "gather_all": "gather",
-    "gather_fresh": "gather",
-    "find": "retrieve",
-    "retrieve_merged": "retrieve",
-    "check_failures": "verdict",
-    "early_begin": "begin",
-    "early_tell": "tell_kinds",
-    "early_fresh": "send_fresh",
-    "early_soon": "send_soon",
-    "early_urgent": "send_urgent",
-    "early_rows": "send_rows",
-    "early_grads": "send_grads",
-    "early_recv": "recv_grads",
-    "early_rest": "send_rest",
-    "early_update": "update",
-}
-"""Stages that functions of another name are: what profiles and errors call them."""
-
-
-def run_stage(function: str, rank: RankState, batch: BatchState, micro: int) -> None:
-    """Run one node; nodes of a batch that all ranks agreed to skip do nothing.
+def run_stage(stage: str, function: str, rank: RankState, batch: BatchState, micro: int) -> None:
+    """Run one node, of `stage` in its graph; nodes of a batch that all ranks agreed to skip do nothing.
 
     Peers can see which stage a rank is in, and what it failed with where that is not told by the exchanges.
     """
     if batch.skipped:
         return
     board = rank.board
-    shown = _SHOWN.get(function, function)
     if board is not None:
-        board.begin(shown, batch.index, micro)
+        board.begin(stage, batch.index, micro)
     begin = time.perf_counter()
     try:
-        with profiler_range(shown):
+        with profiler_range(stage):
             STAGE_FUNCTIONS[function](rank, batch, micro)
             if rank.hold is not None:
                 rank.hold(function, batch, micro, begin)
     except BaseException as error:
-        rank.report_failure(shown, batch.index, error)
+        rank.report_failure(stage, batch.index, error)
         raise
     finally:
         if board is not None:

@@ -158,7 +158,7 @@ def explore(graph: Graph, ranks: Sequence[RankState], order: Sequence[Step], bat
         for r, node in order:
             batch = states[r][node.batch]
             try:
-                run_stage(graph.by_name[node.stage].function, ranks[r], batch, node.micro)
+                run_stage(node.stage, graph.by_name[node.stage].function, ranks[r], batch, node.micro)
             except Exception as error:
                 broken = f"{node} on rank {r}: {type(error).__name__}: {error}"
                 break
