@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm import exchange_same
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from ..ops.scatter_add_rows import scatter_add_rows
-from ..types import RowStore
 from .finite import bad_sources, judge_own
-from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
+from .messages import Flags, pack_flags, unpack_flags
 from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
 
 __all__ = [
@@ -141,10 +141,7 @@ def dense_sum(rank: RankState, batch: BatchState, micro: int) -> None:
     total /= world
     batch.dense_slice = total
     batch.dense_finite = bool(torch.isfinite(total).all())
-    handle = rank.communicator.group("dense").all_to_all(
-        total.repeat(world), [length] * world, [length] * world, f"{batch.tag}/dense_gather"
-    )
-    batch.post("dense.gather", 0, handle)
+    batch.post("dense.gather", 0, exchange_same(rank.communicator.group("dense"), total, f"{batch.tag}/dense_gather"))
 
 
 def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -160,14 +157,12 @@ def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
         not batch.dense_finite,
         names,
     )
-    world = rank.communicator.size
-    message = pack_flags(flags).repeat(world, 1)
-    handle = rank.communicator.group("control").all_to_all(message, [1] * world, [1] * world, f"{batch.tag}/commit")
-    batch.post("control", 0, handle)
+    group = rank.communicator.group("control")
+    batch.post("control", 0, exchange_same(group, pack_flags(flags), f"{batch.tag}/commit"))
 
 
 def _land_flags(rank: RankState, batch: BatchState) -> list[Flags]:
-    words = batch.land("control").view(rank.communicator.size, FIXED_WORDS)
+    words = batch.land("control")
     expect = Flags(batch.index, rank.num_micro_batches, batch.training)
     return [unpack_flags(words[p], p, expect) for p in range(rank.communicator.size)]
 
@@ -207,7 +202,7 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
     """Averaged gradients into `.grad`, then the user's optimizer."""
-    message = batch.land("dense.gather")
+    message = batch.land("dense.gather").flatten()
     assert batch.verdict is not None
     if not batch.verdict.ok:
         return
@@ -236,7 +231,7 @@ def update_rows(rank: RankState, batch: BatchState, chosen: Sequence[Tensor] | N
         assert owner.buffer is not None and owner.row_gradients is not None and owner.countable is not None
         assert owner.retrieval is not None
         if owner.movable is None:
-            owner.movable = _trainable(binding.store)[owner.tables.to(torch.int64)] & (owner.retrieval.handles >= 0)
+            owner.movable = binding.trainable[owner.tables.to(torch.int64)] & (owner.retrieval.handles >= 0)
         mask = owner.countable & owner.movable
         if chosen is not None:
             mask &= chosen[k]
@@ -247,7 +242,3 @@ def update_rows(rank: RankState, batch: BatchState, chosen: Sequence[Tensor] | N
             owner.buffer, owner.row_gradients, binding.store.optimizer, batch.step, rate,
             None if bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
         )  # fmt: skip
-
-
-def _trainable(store: RowStore) -> Tensor:
-    return torch.tensor([table.trainable for table in store.tables])

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm import exchange_same
 from ..errors import CommunicationError
 from ..ops.dedup import dedup
 from ..ops.intersect import intersect
@@ -120,7 +121,7 @@ def average_announce(rank: RankState, batch: BatchState, micro: int) -> None:
     if batch.verdict is None or not batch.verdict.ok:
         return
     for binding, owner in zip(rank.bindings, batch.owner):
-        _touch(binding.store, owner)
+        _touch(binding, owner)
     if batch.verdict.step % rank.topology.settings.average_every == 0:
         _announce(rank, batch)
 
@@ -133,17 +134,14 @@ def average_copies(rank: RankState, batch: BatchState) -> None:
 
 
 def _announce(rank: RankState, batch: BatchState) -> None:
-    topology = rank.topology
     for binding in rank.bindings:
         touched, store = _current(binding.store), binding.store
         rows = torch.empty(len(touched.keys), store.row_floats, dtype=torch.float32)
         batch.averaging.append(AveragedRows(touched.keys, touched.tables, touched.handles, rows))
         store.touched = None
-    facts = torch.tensor([_facts(one) for one in batch.averaging]).view(1, -1)
-    ones = [1] * topology.num_groups
-    send = facts.repeat(topology.num_groups, 1)
-    handle = topology.replicas.group("rows").all_to_all(send, ones, ones, f"{batch.tag}/replica_sizes")
-    batch.post("replica_rows.sizes", 0, handle)
+    facts = torch.tensor([_facts(one) for one in batch.averaging]).flatten()
+    group = rank.topology.replicas.group("rows")
+    batch.post("replica_rows.sizes", 0, exchange_same(group, facts, f"{batch.tag}/replica_sizes"))
 
 
 def _facts(one: AveragedRows) -> list[int]:
@@ -152,12 +150,11 @@ def _facts(one: AveragedRows) -> list[int]:
     return [len(one.keys), int(((one.keys * 31 + one.tables) * odd).sum())]
 
 
-def _touch(store: RowStore, owner: OwnerKeys) -> None:
-    found = owner.union
+def _touch(binding: StoreBinding, owner: OwnerKeys) -> None:
+    store, found = binding.store, owner.union
     assert found is not None and found.retrieval is not None
     forget_evicted(store, owner)
-    trainable = torch.tensor([table.trainable for table in store.tables])
-    chosen = (found.retrieval.handles >= 0) & trainable[found.tables.to(torch.int64)]
+    chosen = (found.retrieval.handles >= 0) & binding.trainable[found.tables.to(torch.int64)]
     before = _current(store)
     keys = torch.cat([before.keys, found.keys[chosen]])
     tables = torch.cat([before.tables, found.tables[chosen]])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,11 @@ class StoreBinding:
     index: int
     """Which of the module's stores this is."""
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0, dtype=torch.float32) for _ in range(2)])
+
+    @cached_property
+    def trainable(self) -> Tensor:
+        """bool [tables]: which tables of the store are trained."""
+        return torch.tensor([table.trainable for table in self.store.tables])
 
     def buffer(self, parity: int, rows: int, poison: bool) -> Tensor:
         """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if
