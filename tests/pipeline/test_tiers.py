@@ -16,7 +16,7 @@ from nestpipe_kernels.errors import NonFiniteGradientError
 from nestpipe_kernels.pipeline.scheduler import check_lanes
 from nestpipe_kernels.pipeline.schedules import SCHEDULES, build_graph
 from nestpipe_kernels.pipeline.validate import conflicts_without_path, validate
-from nestpipe_kernels.pipeline.warming import WARM_LANE, with_warming
+from nestpipe_kernels.pipeline.warming import WARM_LANE
 from nestpipe_kernels.stages.registry import STAGE_FUNCTIONS
 from nestpipe_kernels.testing.explorer import Orders, explore
 from nestpipe_kernels.testing.scenario import Scenario, TableChoice
@@ -44,7 +44,7 @@ def in_file(case: Scenario, directory: Any) -> Scenario:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transfer", ["once", "per_micro_batch"])
 def test_graphs_with_warming_are_valid(name, transfer):
-    graph = with_warming(build_graph(name, transfer))
+    graph = build_graph(name, transfer, tiers=True)
     check_lanes(graph, 3)
     assert [stage.name for stage in graph.stages if stage.lane == WARM_LANE] == ["warm"]
     if transfer == "once":
@@ -56,7 +56,7 @@ def test_graphs_with_warming_are_valid(name, transfer):
 @pytest.mark.parametrize("label", ["route_keys -> warm", "warm -> retrieve"])
 def test_removing_an_edge_of_warming_is_seen(label, tmp_path):
     case = in_file(scenario(world_size=2, uneven=False, num_keys=5, samples=4, batches=4, seed=3), tmp_path)
-    graph = with_warming(build_graph("nested"))
+    graph = build_graph("nested", tiers=True)
     orders = Orders(graph, case.world_size, case.batches, case.micro_batches)
     expected = explore(graph, case.ranks(), orders.random(0), case.batches)
     assert expected.broken == ""

@@ -75,10 +75,6 @@ class PeerProcesses:
 
     # ---------------------------------------------------------------------------------------- the cause
 
-    def note(self, kind: int, text: str) -> None:
-        """Leave last words for the peers."""
-        self.board.note(kind, text)
-
     def describe_cause(self, purpose: int, number: int, silent: Sequence[int]) -> str:
         """`; rank 1 (process 4711) has ended, in gather of batch 4`, or an empty string where nothing is known.
 

@@ -7,7 +7,7 @@ micro-batch).
 
 Message of a key: int64 words [key, table << 48 | first << 36 | last << 24 | count] and, where rows are sent for every
 micro-batch, [used], the bit set of micro-batches. Lists of all stores share one exchange; sizes travel before, and are
-checked (stages/route).
+checked (stages/routing).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The stage graph of a training step as data: stages, what they touch, and the edges that order them.
 
-A graph is written for a general batch t and micro-batch i (templates) and unrolled over a number of batches by
-`unroll`. Nothing here runs anything and nothing imports torch: the scheduler, the explorer, the validator and the
-simulator all read the same graph.
+A graph is written for a general batch t and micro-batch i (templates) and unrolled over a number of batches
+(`Unrolled`). Nothing here runs anything and nothing imports torch: the scheduler, the explorer and the validator all
+read the same graph.
 
 Accesses name a resource and a region of it. Regions are symbolic sets of rows; two accesses conflict when one of them
-writes, the resource is the same instance and the regions can share a row. `disjoint` below is the whole algebra:
+writes, the resource is the same instance and the regions can share a row. `disjoint` (validate) is the whole algebra:
 
 - FRESH(t) are the rows of B_t that B_{t-1} does not have, SHARED(t) those that both have, BATCH(t) both together.
   FRESH(t) and BATCH(t-1) are disjoint by definition, and so are FRESH(t) and SHARED(t).
@@ -101,7 +101,7 @@ class Stage:
         lane: the ordered queue that runs it; "caller" is the thread that calls `progress()`.
         micro: one node for each micro-batch instead of one for each batch.
         accesses: what it reads and writes on its own rank.
-        posts / lands: purposes of the collectives it starts / waits for, "" for none. One lane posts all of a purpose.
+        posts / lands: purposes of the collectives it starts / waits for. One lane posts all of a purpose.
         kind: "lookup", "communication", "compute" or "other": how the timeline counts it.
     """
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from .early_schedule import with_early_send
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
 from .replica_schedule import replicated
+from .warming import with_warming
 
 __all__ = ["AHEAD", "EVALUATION", "SCHEDULES", "Schedule", "build_graph", "evaluation_graph"]
 
@@ -220,9 +221,10 @@ def build_graph(
     fetch: bool = False,
     sparse_groups: str = "one",
     early_send: bool = False,
+    tiers: bool = False,
 ) -> Graph:
     """The stage graph of a schedule; `row_transfer` and `early_send` as in PipelineConfig, `fetch`: it has that,
-    `sparse_groups`: comm.Topology's mode.
+    `sparse_groups`: comm.Topology's mode, `tiers`: some store's rows lie in a file.
 
     Raises:
         ValueError: an unknown name, or early send with what it does not go with.
@@ -240,7 +242,11 @@ def build_graph(
     if fetch:
         stages, edges = _with_fetch(stages, edges, schedule.prefetch)
     graph = Graph(name, tuple(stages), tuple(edges))
-    return with_early_send(graph) if early_send else replicated(graph, sparse_groups)
+    if early_send:
+        graph = with_early_send(graph)
+    if tiers:
+        graph = with_warming(graph)
+    return replicated(graph, sparse_groups)
 
 
 def evaluation_graph(fetch: bool = False) -> Graph:

@@ -34,12 +34,10 @@ from .graph import Graph, Unrolled
 from .micro_choice import PROBES, MicroBatchChoice
 from .model_call import call_model
 from .position import Position
-from .replica_schedule import replicated
 from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph, evaluation_graph
 from .step import Step, make_step
 from .validate import validate
-from .warming import with_warming
 
 __all__ = ["NestedPipeline", "Step"]
 
@@ -599,12 +597,9 @@ def _valid_graph(
     schedule: str, row_transfer: str, fetch: bool, early_send: bool, tiers: bool, sparse_groups: str
 ) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
-    graph = build_graph(schedule, row_transfer, fetch=fetch, sparse_groups="one", early_send=early_send)
-    if early_send and sparse_groups != "one":
-        raise ValueError("early_send does not go with several copies of the tables (sparse_groups) yet")
-    if tiers:
-        graph = with_warming(graph)
-    graph = replicated(graph, sparse_groups)
+    graph = build_graph(
+        schedule, row_transfer, fetch=fetch, sparse_groups=sparse_groups, early_send=early_send, tiers=tiers
+    )
     validate(graph)
     return graph
 

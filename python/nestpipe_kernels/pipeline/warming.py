@@ -28,7 +28,7 @@ def with_warming(graph: Graph) -> Graph:
                     keys, write("owner_plan", per_batch="each")), cost=replace(stage.cost, resource="disk"))
             )  # fmt: skip
             accesses = tuple(access for access in stage.accesses if access != keys)
-            stage = replace(stage, function="retrieve_merged", lands=(), accesses=accesses)
+            stage = replace(stage, lands=(), accesses=accesses)
         stages.append(stage)
     edges = [
         replace(e, target="warm") if (e.source, e.target) == ("route_keys", "retrieve") else e for e in graph.edges

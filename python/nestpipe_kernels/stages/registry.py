@@ -23,7 +23,6 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "replicate_keys": replicas.replicate_keys,
     "warm": retrieval.warm,
     "retrieve": retrieval.retrieve,
-    "retrieve_merged": retrieval.retrieve_merged,
     "find": retrieval.find,
     "gather_all": retrieval.gather_all,
     "gather_fresh": retrieval.gather_fresh,

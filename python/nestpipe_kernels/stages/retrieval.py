@@ -22,7 +22,6 @@ __all__ = [
     "gather_all",
     "gather_fresh",
     "retrieve",
-    "retrieve_merged",
     "sync",
     "undo_retrieval",
     "warm",
@@ -31,10 +30,18 @@ __all__ = [
 
 
 def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Merge the sources' keys and find or insert their rows. Repeatable after `undo_retrieval`."""
+    """Merge the sources' keys, where `warm` has not, and find or insert their rows. Repeatable after
+    `undo_retrieval`."""
     if not batch.owner:
         merge_sources(rank, batch)
-    retrieve_merged(rank, batch, micro)
+    with batch.guard(rank.communicator.rank, "retrieve"):
+        for binding, owner in zip(rank.bindings, batch.owner):
+            wanted = owner.union or owner
+            wanted.retrieval = binding.store.retrieve(wanted.keys, wanted.tables, wanted.counts, batch.clock)
+            _check_refused(binding.store, wanted)
+            _narrow(owner)
+        if rank.counting:
+            count_retrieval(rank, batch)
 
 
 def warm(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -47,18 +54,6 @@ def warm(rank: RankState, batch: BatchState, micro: int) -> None:
         for binding, owner in zip(rank.bindings, batch.owner):
             if binding.store.tier is not None:
                 binding.store.warm(owner.keys, owner.tables)
-
-
-def retrieve_merged(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Find or insert the rows of keys that are merged."""
-    with batch.guard(rank.communicator.rank, "retrieve"):
-        for binding, owner in zip(rank.bindings, batch.owner):
-            wanted = owner.union or owner
-            wanted.retrieval = binding.store.retrieve(wanted.keys, wanted.tables, wanted.counts, batch.clock)
-            _check_refused(binding.store, wanted)
-            _narrow(owner)
-        if rank.counting:
-            count_retrieval(rank, batch)
 
 
 def _narrow(owner: OwnerKeys) -> None:

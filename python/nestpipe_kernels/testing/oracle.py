@@ -71,6 +71,9 @@ class Oracle:
         optimizers: torch optimizers of the dense parameters, one per rank.
         run_model: (model, micro-batch) -> (loss, weight or None); the model hands bags of keys to its OracleLookup.
         keys_of: micro-batch -> {table: its keys}.
+        wires: what values are rounded to on their way.
+        shards: ranks that a copy of the rows is spread over.
+        copies: the rows, one entry for each copy that may differ from others.
     """
 
     tables: Sequence[OracleTable]
@@ -78,11 +81,10 @@ class Oracle:
     optimizers: Sequence[torch.optim.Optimizer]
     run_model: Callable[[nn.Module, Any], tuple[Tensor, Any]]
     keys_of: Callable[[Any], dict[str, list[int]]]
-    num_micro_batches: int
     average: bool = True
     step: int = 0
     wires: Wires = field(default_factory=Wires)
-    shards: int = 1  # ranks that a copy of the rows is spread over
+    shards: int = 1
     copies: list[OracleRows] = field(default_factory=list)
 
     def play(

@@ -299,7 +299,6 @@ class Scenario:
             "optimizers": [self.dense_optimizer(m) for m in models],
             "run_model": self._run_oracle,
             "keys_of": self._keys_of,
-            "num_micro_batches": self.micro_batches,
             "wires": Wires(self.row_wire, self.gradient_wire, self.row_transfer == "once"),
             "shards": self.world_size // groups.count,
         }
