@@ -21,7 +21,6 @@ from ..config import PipelineConfig, default_threads, launched_ranks
 from ..device import LoweredThreads
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.eager import eager_context
-from ..stages.registry import run_stage
 from ..stages.retrieval import undo_retrieval
 from ..stages.state import BatchState, Failure, RankState, RowHook, bind_stores
 from ..trace import Timeline
@@ -29,13 +28,14 @@ from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
 from .counters import StepCallback, StepReports
 from .dense import check_optimizer, dense_parameters
-from .drawn import DrawnBatches, copy_drawn
-from .graph import Graph, Unrolled
+from .drawn import DrawnBatches
+from .evaluation import Evaluation
+from .graph import Graph
 from .micro_choice import PROBES, MicroBatchChoice
 from .model_call import call_model
 from .position import Position
 from .scheduler import LaneScheduler
-from .schedules import SCHEDULES, build_graph, evaluation_graph
+from .schedules import SCHEDULES, build_graph
 from .step import Step, make_step
 from .validate import validate
 
@@ -142,16 +142,15 @@ class NestedPipeline:
         self._scheduler = LaneScheduler(
             graph, self.rank, self.rank.num_micro_batches, self.timeline, config.timeout_s + 30.0
         )
-        self._evaluation = Unrolled(evaluation_graph(config.fetch is not None), 1, self.rank.num_micro_batches)
         self._choice = self._new_choice()
         self._lowered = LoweredThreads()
         self._statistics = running_statistics(model)
         self._trained = clock
         """Batches that counted so far since the stores were made: what the next one's rows note as `last_used`."""
-        self._evaluated = 0
         self._position = Position(model)
         prefetch = SCHEDULES[config.schedule].prefetch
         self._drawn = DrawnBatches(self.rank, self._scheduler, self._position, prefetch, config.timeout_s)
+        self._evaluation = Evaluation(self.rank, self._drawn, self._position, config.timeout_s)
         self._loss_fn = loss_fn
         self._inside = False
         self._closed = False
@@ -360,7 +359,7 @@ class NestedPipeline:
         self._drawn.park()
         self.rank.num_micro_batches = number
         self._scheduler.set_micro_batches(number)
-        self._evaluation = Unrolled(evaluation_graph(self.rank.fetch is not None), 1, number)
+        self._evaluation.plan()
 
     def _train(self, iterator: Iterator[Any]) -> Step:
         scheduler, drawn = self._scheduler, self._drawn
@@ -388,6 +387,14 @@ class NestedPipeline:
         step = self._result(batch)
         self._reports.collect(batch, self._scheduler.spent_ns)
         return step
+
+    def _evaluate(self, iterator: Iterator[Any]) -> Step:
+        self._pause()
+        batch = self._evaluation.run(iterator, self._trained)
+        failure = batch.failure or batch.remote
+        if failure is not None:
+            raise self._as_error(failure, batch)
+        return make_step(batch)
 
     def _finish_epoch(self, batch: BatchState) -> None:
         """No rank has samples: run the remaining nodes (they do nothing), compare notes, and start over."""
@@ -537,38 +544,6 @@ class NestedPipeline:
             self._set_micro_batches(num_micro_batches)
         self._loads += 1
         self._position.load(record, generators, loader)
-
-    # -------------------------------------------------------------------------------------- evaluation
-
-    def _evaluate(self, iterator: Iterator[Any]) -> Step:
-        """One batch forward, without gradients, inserts or metadata; exact about who has a batch, like training."""
-        self._pause()
-        source = self._drawn.lend(iterator)
-        batch = BatchState(
-            self._evaluated, f"e{self._evaluated}", self._trained, training=False, timeout_s=self.config.timeout_s
-        )
-        self._evaluated += 1
-        drawn = source.drawn.pop(0) if source.drawn else None
-        if drawn is not None:
-            copy_drawn(drawn, batch)
-        self.rank.source = source
-        try:
-            for node in self._evaluation.nodes:
-                stage = self._evaluation.graph.by_name[node.stage]
-                if node.stage != "prefetch":
-                    run_stage(stage.name, stage.function, self.rank, batch, node.micro)
-                elif drawn is None:
-                    with self._position.drawing(source, batch, self.rank.communicator.rank):
-                        run_stage(stage.name, stage.function, self.rank, batch, node.micro)
-        finally:
-            self.rank.source = self._drawn.source
-        if batch.ended:
-            raise StopIteration
-        self._drawn.back(source)
-        failure = batch.failure or batch.remote
-        if failure is not None:
-            raise self._as_error(failure, batch)
-        return make_step(batch)
 
     # ------------------------------------------------------------------------------------------ capture
 
