@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +77,32 @@ def _devices() -> list[str]:
 
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(k) for k in range(cuda))
-    return [f"cpu{f'; CUDA seen but not used by this version: {names}' if cuda else '; no accelerator seen'}"]
+    lines = ["cpu"]
+    if cuda:
+        lines.append(f"CUDA seen but not used by this version: {names}")
+    npu = _npus()
+    if npu:
+        lines.append(npu)
+    return ["; ".join(lines if len(lines) > 1 else [*lines, "no accelerator seen"])]
+
+
+def _npus() -> str:
+    """What torch_npu, if it is installed, finds."""
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return ""
+    from nestpipe_kernels.device import backend_for
+
+    try:
+        backend_for("npu")
+    except RuntimeError as error:
+        return f"no NPU: {error}"
+    import torch
+
+    module = vars(torch)["npu"]
+    names = ", ".join(f"npu:{k} ({module.get_device_name(k)})" for k in range(module.device_count()))
+    carried = "hccl" in torch.distributed.Backend.backend_list
+    version = getattr(sys.modules["torch_npu"], "__version__", "of unknown version")
+    return f"{names}, torch_npu {version}, {'hccl' if carried else 'no hccl: rows go through the host'}"
 
 
 def _extension() -> list[str]:

@@ -23,8 +23,10 @@ Cores. Torch operations of a lane use one thread; native bulk calls share the ex
 Forks. Threads do not survive a fork; a lane that is used in a forked child raises instead of waiting for a thread that
 does not exist.
 
-Accelerators. A CUDA or NPU lane will be a stream: `submit` makes the stream wait for the events, enqueues the work and
-records the event (host callbacks only for errors); `synchronize` waits for the stream. The rules above stay the same.
+Accelerators. A StreamLane is such a thread with a stream of a device. An item's work *issues* work to that stream, and
+its event (a DeviceEvent) is set when that is done, with the stream's point at which the work will be. Who waits for it
+sleeps until it is issued and makes its own stream wait for the point. So threads run ahead of the device, and the host
+waits for the device only where an item reads a result. The rules above hold, "happens before" being the device's order.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from nestpipe_kernels.device.backend import CpuBackend, DeviceBackend, DeviceEvent, backend_for
 from nestpipe_kernels.device.event import Event
 from nestpipe_kernels.trace import Timeline
 
-__all__ = ["Item", "Lane", "ThreadLane", "create_lane"]
+__all__ = ["Item", "Lane", "StreamLane", "ThreadLane", "create_lane"]
 
 
 class Lane(Protocol):
@@ -271,23 +274,55 @@ def _nothing() -> None:
     pass
 
 
-def create_lane(device: str, name: str, timeline: Timeline | None = None) -> ThreadLane:
+class StreamLane(ThreadLane):
+    """A lane on a device with streams: a thread that issues to a stream of its own.
+
+    Args:
+        backend: the device.
+        name, timeline: as `ThreadLane`; spans are those of issuing, and of waiting for results on the host.
+    """
+
+    def __init__(self, backend: DeviceBackend, name: str, timeline: Timeline | None = None) -> None:
+        self.backend = backend
+        self.stream = backend.new_stream()
+        super().__init__(name, timeline)
+
+    def __repr__(self) -> str:
+        return f"StreamLane({self.name!r} on {self.backend.device}{', closed' if self._closing else ''})"
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block until everything submitted so far has been issued (errors as `ThreadLane.synchronize`) and is done."""
+        super().synchronize(timeout_s)
+        self.backend.synchronize(self.stream)
+
+    def close(self, cancel: bool = False, timeout_s: float | None = None) -> None:
+        """As `ThreadLane.close`; without `cancel` what was issued is done."""
+        super().close(cancel, timeout_s)
+        if not cancel and os.getpid() == self._owner_pid:
+            self.backend.synchronize(self.stream)
+
+    def _run(self) -> None:
+        with self.backend.using(self.stream):
+            super()._run()
+
+    def _wait_for_events(self, item: Item) -> BaseException | None:
+        error = super()._wait_for_events(item)
+        if error is None:
+            for event in item.waits:
+                if isinstance(event, DeviceEvent):
+                    event.order()
+        return error
+
+
+def create_lane(device: str | torch.device | DeviceBackend, name: str, timeline: Timeline | None = None) -> ThreadLane:
     """A lane on `device`.
 
     Args:
-        device: "cpu". "cuda" and "npu" are known names without an implementation yet.
+        device: "cpu", "npu" or a backend.
         name: the lane's name in threads, errors and the timeline.
 
     Raises:
-        NotImplementedError: "cuda" or "npu".
-        ValueError: any other device.
+        NotImplementedError, RuntimeError, ValueError: as `backend_for`.
     """
-    kind = device.split(":", 1)[0]
-    if kind == "cpu":
-        return ThreadLane(name, timeline)
-    missing = {"cuda": "streams and events of torch.cuda", "npu": "streams and events of torch_npu"}
-    if kind in missing:
-        raise NotImplementedError(
-            f"lane {name!r}: device {device!r} is not supported yet ({missing[kind]} are missing); use 'cpu'"
-        )
-    raise ValueError(f"lane {name!r}: unknown device {device!r}; expected 'cpu', 'cuda' or 'npu'")
+    backend = device if isinstance(device, CpuBackend) else backend_for(device)
+    return StreamLane(backend, name, timeline) if backend.has_streams else ThreadLane(name, timeline)

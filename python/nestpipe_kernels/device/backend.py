@@ -1,0 +1,194 @@
+"""What a pipeline needs of a kind of device: streams, events, memory that crosses streams, pinned memory.
+
+`backend_for` chooses. A CPU has no streams: work of a lane is done when its thread has done it, and an event is an
+`Event`. An accelerator is known by its device module (`torch.npu`, which `torch_npu` brings), whose streams, events and
+`record_stream` have the form of `torch.cuda`'s.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe_kernels.device.event import Event
+
+__all__ = ["CPU", "CpuBackend", "DeviceBackend", "DeviceEvent", "StreamBackend", "backend_for"]
+
+
+class CpuBackend:
+    """The CPU: no streams."""
+
+    kind = "cpu"
+    device = torch.device("cpu")
+    has_streams = False
+    collectives: str | None = None
+    """torch.distributed backend that carries tensors of the device itself; None: none, they go through the host."""
+
+    def event(self, name: str | tuple[str, int, int] = "") -> Event:
+        """A new event for lanes of this device."""
+        return Event(name)
+
+    def new_stream(self) -> Any:
+        """A stream of the device; None where it has none."""
+        return None
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        """Let the thread's work on the device go to `stream`."""
+        yield
+
+    def record(self) -> Any:
+        """A point of the thread's current stream: all that has been issued there."""
+        return None
+
+    def order(self, point: Any) -> None:
+        """Let the current stream wait for a point. The host does not wait."""
+
+    def uses(self, tensors: Sequence[Tensor | None]) -> None:
+        """The current stream uses these from here on: their memory is kept for what has been issued there."""
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device, for work of the current stream."""
+        return tensor
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory, contents undefined, that is copied to and from the device without waiting."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Let the host wait for a stream, or for all of the device."""
+
+
+class StreamBackend(CpuBackend):
+    """A device with streams.
+
+    Args:
+        kind: "npu".
+        module: the device module, like `torch.cuda`.
+        index: which device.
+        collectives: torch.distributed backend for its tensors.
+    """
+
+    has_streams = True
+
+    def __init__(self, kind: str, module: Any, index: int, collectives: str | None) -> None:
+        self.kind = kind
+        self.device = torch.device(kind, index)
+        self.collectives = collectives
+        self._module = module
+
+    def __repr__(self) -> str:
+        return f"StreamBackend({str(self.device)!r})"
+
+    def event(self, name: str | tuple[str, int, int] = "") -> DeviceEvent:
+        return DeviceEvent(self, name)
+
+    def new_stream(self) -> Any:
+        return self._module.Stream(device=self.device)
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        self._module.set_device(self.device)  # the current device is the thread's own
+        with self._module.stream(stream):
+            yield
+
+    def record(self) -> Any:
+        point = self._module.Event()
+        point.record(self._module.current_stream(self.device))
+        return point
+
+    def order(self, point: Any) -> None:
+        self._module.current_stream(self.device).wait_event(point)
+
+    def uses(self, tensors: Sequence[Tensor | None]) -> None:
+        stream = self._module.current_stream(self.device)
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                tensor.record_stream(stream)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def synchronize(self, stream: Any = None) -> None:
+        if stream is None:
+            self._module.synchronize(self.device)
+        else:
+            stream.synchronize()
+
+
+class DeviceEvent(Event):
+    """An event of a device with streams: set when work has been issued, and then holds the point of the stream at which
+    it will be done.
+
+    Waiting makes the thread sleep until the work has been issued, and the thread's current stream wait for the point;
+    it does not wait for the device. Whoever reads a result on the host waits by reading (`Tensor.cpu`).
+    """
+
+    __slots__ = ("_backend", "_point")
+
+    def __init__(self, backend: CpuBackend, name: str | tuple[str, int, int] = "") -> None:
+        super().__init__(name)
+        self._backend = backend
+        self._point: Any = None
+
+    def try_set(self, error: BaseException | None = None) -> bool:
+        """As `Event.try_set`, at the current point of the calling thread's stream."""
+        if error is None and not self.is_set():
+            point = self._backend.record()
+            if self._point is None:
+                self._point = point
+        return super().try_set(error)
+
+    def order(self) -> None:
+        """Let the current stream wait for what has been issued. The event is set."""
+        if self._point is not None:
+            self._backend.order(self._point)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the work is issued, then let the current stream wait for it. Raises as `Event.wait`."""
+        super().wait(timeout_s)
+        self.order()
+
+
+DeviceBackend = CpuBackend
+"""The interface of all of them."""
+
+CPU = CpuBackend()
+
+
+def backend_for(device: str | torch.device) -> DeviceBackend:
+    """The backend of a device: "cpu", "npu", "npu:1".
+
+    Raises:
+        NotImplementedError: "cuda".
+        RuntimeError: an accelerator whose module is not installed, or that has no such device.
+        ValueError: any other device.
+    """
+    kind, _, number = str(device).partition(":")
+    if kind == "cpu":
+        return CPU
+    if kind == "cuda":
+        raise NotImplementedError("device 'cuda' is not supported yet; use 'cpu', or 'npu' where there is one")
+    if kind != "npu" or (number and not number.isdigit()):
+        raise ValueError(f"unknown device {str(device)!r}; expected 'cpu', 'npu' or 'npu:<number>'")
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise RuntimeError(
+            f"device {str(device)!r} needs torch_npu, which cannot be imported here ({error}); install the torch_npu "
+            f"that fits torch {torch.__version__}, or use device 'cpu'"
+        ) from error
+    module: Any = getattr(torch, "npu", None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    index = int(number) if number else module.current_device() if count else 0
+    if index >= count:
+        raise RuntimeError(f"device {str(device)!r} is not here: torch_npu sees {count} devices; use device 'cpu'")
+    return StreamBackend("npu", module, index, "hccl")
