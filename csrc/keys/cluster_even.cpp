@@ -5,6 +5,7 @@
 // highest bit. A proposed swap of two samples is priced by the ids that only one of them uses, and
 // kept if the sum of squares of all sets falls.
 #include <algorithm>
+#include <array>
 
 #include "cluster_parts.h"
 
@@ -21,18 +22,29 @@ class Evener {
 
  private:
   void try_swap(std::int64_t at_s, std::int64_t at_t);
-  void move_unshared(std::int64_t s, std::int64_t t, std::int32_t from, std::int32_t to);
-  void move_id(std::int32_t id, std::int32_t from, std::int32_t to);
-  void count(std::uint64_t parts, std::int64_t by) {
-    first_[__builtin_ctzll(parts)] += by;
-    last_[63 - __builtin_clzll(parts)] += by;
-  }
-  std::int64_t unevenness() const {
-    std::int64_t sum = 0;
-    for (const std::int64_t rows : first_) sum += rows * rows;
-    for (const std::int64_t rows : last_) sum += rows * rows;
-    return sum;
-  }
+  // Calls visit(id, parts before, parts after) for the ids of s that its partner does not use.
+  template <class Visit>
+  void for_each_moved(std::int64_t s, std::int64_t partner, std::int32_t from, std::int32_t to,
+                      Visit&& visit);
+  void price_move(std::int64_t s, std::int64_t partner, std::int32_t from, std::int32_t to);
+  void move(std::int64_t s, std::int64_t partner, std::int32_t from, std::int32_t to);
+  struct Rows {
+    std::array<std::int64_t, kMaxParts> first{}, last{};  // by part
+    void count(std::uint64_t parts, std::int64_t by) {
+      first[__builtin_ctzll(parts)] += by;
+      last[63 - __builtin_clzll(parts)] += by;
+    }
+    void count_alone(std::int32_t part, std::int64_t by) {
+      first[part] += by;
+      last[part] += by;
+    }
+    std::int64_t unevenness(std::int64_t num_parts) const {
+      std::int64_t sum = 0;
+      for (std::int64_t part = 0; part < num_parts; ++part)
+        sum += first[part] * first[part] + last[part] * last[part];
+      return sum;
+    }
+  };
 
   const Incidence& in_;
   const std::vector<std::int64_t>& part_begin_;
@@ -41,7 +53,8 @@ class Evener {
   std::vector<std::int32_t> part_at_;  // by position
   std::vector<std::int32_t> users_;    // [id, part]
   std::vector<std::uint64_t> parts_of_;
-  std::vector<std::int64_t> first_, last_;  // rows by part
+  Rows rows_, trial_;
+  std::int64_t unevenness_ = 0;
   std::vector<std::uint32_t> mark_of_;
   std::uint32_t mark_ = 0;
 };
@@ -53,34 +66,30 @@ Evener::Evener(const Incidence& incidence, const std::vector<std::int64_t>& part
       order_(order),
       num_parts_(static_cast<std::int64_t>(part_begin.size()) - 1),
       part_at_(order.size()),
-      users_((incidence.sample_begin.size() - 1) * static_cast<std::size_t>(num_parts_), 0),
-      parts_of_(incidence.sample_begin.size() - 1, 0),
-      first_(static_cast<std::size_t>(num_parts_), 0),
-      last_(static_cast<std::size_t>(num_parts_), 0),
-      mark_of_(incidence.sample_begin.size() - 1, 0) {
+      users_(static_cast<std::size_t>(incidence.num_ids() * num_parts_), 0),
+      parts_of_(static_cast<std::size_t>(incidence.num_ids()), 0),
+      mark_of_(static_cast<std::size_t>(incidence.num_ids()), 0) {
   for (std::int32_t part = 0; part < num_parts_; ++part) {
     for (std::int64_t at = part_begin[part]; at < part_begin[part + 1]; ++at) {
       const std::int64_t s = order[at];
       part_at_[at] = part;
-      first_[part] += in_.alone[s];
-      last_[part] += in_.alone[s];
+      rows_.count_alone(part, in_.alone[s]);
       for (std::int64_t i = in_.id_begin[s]; i < in_.id_begin[s + 1]; ++i) {
         ++users_[in_.ids[i] * num_parts_ + part];
         parts_of_[in_.ids[i]] |= std::uint64_t{1} << part;
       }
     }
   }
-  for (const std::uint64_t parts : parts_of_) {
-    if (parts != 0) count(parts, 1);
-  }
+  for (const std::uint64_t parts : parts_of_) rows_.count(parts, 1);
+  unevenness_ = rows_.unevenness(num_parts_);
 }
 
 void Evener::run(std::int64_t num_proposals, Random& random) {
   const std::int64_t begin = part_begin_[1], size = part_begin_[num_parts_ - 1] - begin;
   if (size == 0) return;
   for (std::int64_t i = 0; i < num_proposals; ++i) {
-    const IndexPair drawn = draw_pair(random, size, size);
-    try_swap(begin + drawn.first, begin + drawn.second);
+    const std::int64_t first = random.below(size), second = random.below(size);
+    try_swap(begin + first, begin + second);
   }
 }
 
@@ -88,41 +97,51 @@ void Evener::try_swap(std::int64_t at_s, std::int64_t at_t) {
   const std::int32_t p = part_at_[at_s], q = part_at_[at_t];
   if (p == q) return;
   const std::int64_t s = order_[at_s], t = order_[at_t];
-  const std::int64_t before = unevenness();
-  move_unshared(s, t, p, q);
-  move_unshared(t, s, q, p);
-  if (unevenness() < before) {
-    order_[at_s] = t;
-    order_[at_t] = s;
-    return;
-  }
-  move_unshared(s, t, q, p);
-  move_unshared(t, s, p, q);
+  trial_ = rows_;
+  price_move(s, t, p, q);
+  price_move(t, s, q, p);
+  const std::int64_t now = trial_.unevenness(num_parts_);
+  if (now >= unevenness_) return;
+  unevenness_ = now;
+  rows_ = trial_;
+  order_[at_s] = t;
+  order_[at_t] = s;
+  move(s, t, p, q);
+  move(t, s, q, p);
 }
 
-// Moves the ids of s that t does not use.
-void Evener::move_unshared(std::int64_t s, std::int64_t t, std::int32_t from, std::int32_t to) {
+template <class Visit>
+void Evener::for_each_moved(std::int64_t s, std::int64_t partner, std::int32_t from,
+                            std::int32_t to, Visit&& visit) {
   ++mark_;
-  for (std::int64_t i = in_.id_begin[t]; i < in_.id_begin[t + 1]; ++i) mark_of_[in_.ids[i]] = mark_;
+  for (std::int64_t i = in_.id_begin[partner]; i < in_.id_begin[partner + 1]; ++i)
+    mark_of_[in_.ids[i]] = mark_;
   for (std::int64_t i = in_.id_begin[s]; i < in_.id_begin[s + 1]; ++i) {
-    if (mark_of_[in_.ids[i]] != mark_) move_id(in_.ids[i], from, to);
+    const std::int32_t id = in_.ids[i];
+    if (mark_of_[id] == mark_) continue;
+    const std::int32_t* users = users_.data() + id * num_parts_;
+    const std::uint64_t leaves = std::uint64_t{users[from] == 1} << from;
+    visit(id, parts_of_[id], (parts_of_[id] & ~leaves) | std::uint64_t{1} << to);
   }
-  first_[from] -= in_.alone[s];
-  last_[from] -= in_.alone[s];
-  first_[to] += in_.alone[s];
-  last_[to] += in_.alone[s];
 }
 
-void Evener::move_id(std::int32_t id, std::int32_t from, std::int32_t to) {
-  const std::uint64_t before = parts_of_[id];
-  std::uint64_t after = before;
-  std::int32_t* users = users_.data() + id * num_parts_;
-  if (--users[from] == 0) after &= ~(std::uint64_t{1} << from);
-  if (++users[to] == 1) after |= std::uint64_t{1} << to;
-  if (after == before) return;
-  parts_of_[id] = after;
-  count(before, -1);
-  count(after, 1);
+void Evener::price_move(std::int64_t s, std::int64_t partner, std::int32_t from, std::int32_t to) {
+  trial_.count_alone(from, -in_.alone[s]);
+  trial_.count_alone(to, in_.alone[s]);
+  for_each_moved(s, partner, from, to,
+                 [&](std::int32_t, std::uint64_t before, std::uint64_t after) {
+                   if (before == after) return;
+                   trial_.count(before, -1);
+                   trial_.count(after, 1);
+                 });
+}
+
+void Evener::move(std::int64_t s, std::int64_t partner, std::int32_t from, std::int32_t to) {
+  for_each_moved(s, partner, from, to, [&](std::int32_t id, std::uint64_t, std::uint64_t after) {
+    parts_of_[id] = after;
+    --users_[id * num_parts_ + from];
+    ++users_[id * num_parts_ + to];
+  });
 }
 
 }  // namespace
@@ -133,7 +152,8 @@ void sort_middle(const Incidence& incidence, const std::vector<std::int64_t>& pa
   if (num_parts < 3) return;
   // An id pulls towards the end by 1 where the last part uses it, towards the start where the first
   // does.
-  std::vector<std::int8_t> in_first(incidence.sample_begin.size() - 1, 0), in_last(in_first);
+  std::vector<std::int8_t> in_first(static_cast<std::size_t>(incidence.num_ids()), 0),
+      in_last(in_first);
   const auto mark_part = [&](std::size_t part, std::vector<std::int8_t>& in_part) {
     for (std::int64_t at = part_begin[part]; at < part_begin[part + 1]; ++at) {
       const std::int64_t s = order[at];

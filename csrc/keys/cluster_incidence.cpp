@@ -1,4 +1,6 @@
 // Who uses what in a batch, and the random numbers of clustering.
+#include <algorithm>
+
 #include "cluster_parts.h"
 #include "nestpipe/hash.h"
 
@@ -9,50 +11,60 @@ std::uint64_t Random::next() {
   return mix64(state_);
 }
 
-IndexPair draw_pair(Random& random, std::int64_t first_bound, std::int64_t second_bound) {
-  const std::uint64_t word = random.next();
-  return {static_cast<std::int64_t>(((word >> 32) * static_cast<std::uint64_t>(first_bound)) >> 32),
-          static_cast<std::int64_t>(
-              ((word & 0xFFFFFFFFull) * static_cast<std::uint64_t>(second_bound)) >> 32)};
-}
-
 Incidence::Incidence(const ClusterProblem& problem)
     : id_begin(static_cast<std::size_t>(problem.num_samples + 1), 0),
       alone(static_cast<std::size_t>(problem.num_samples), 0),
-      sample_begin(static_cast<std::size_t>(problem.num_ids + 1), 0) {
+      sample_begin(1, 0) {
   constexpr std::int32_t kNobody = -1;
-  const auto for_each_use = [&](auto&& use) {
-    std::vector<std::int32_t> last_user(static_cast<std::size_t>(problem.num_ids), kNobody);
-    for (std::int64_t sample = 0; sample < problem.num_samples; ++sample) {
-      const std::int64_t end = problem.sample_offsets[sample + 1];
-      for (std::int64_t i = problem.sample_offsets[sample]; i < end; ++i) {
-        const std::int32_t id = problem.ids[i];
-        if (last_user[id] == sample) continue;
-        last_user[id] = static_cast<std::int32_t>(sample);
-        use(sample, id);
-      }
-    }
+  struct Use {
+    std::int32_t last_user = kNobody, users = 0, renumbered = kNobody;
   };
-  std::vector<std::int32_t> num_users(static_cast<std::size_t>(problem.num_ids), 0);
-  for_each_use([&](std::int64_t, std::int32_t id) { ++num_users[id]; });
-  for (std::int64_t id = 0; id < problem.num_ids; ++id) {
-    sample_begin[id + 1] = sample_begin[id] + (num_users[id] > 1 ? num_users[id] : 0);
+  std::vector<Use> uses(static_cast<std::size_t>(problem.num_ids));
+  std::vector<std::int32_t> distinct;  // ids of sample after sample, repeats removed
+  distinct.reserve(static_cast<std::size_t>(problem.sample_offsets[problem.num_samples]));
+  std::vector<std::int64_t> distinct_begin(1, 0);
+  for (std::int32_t sample = 0; sample < problem.num_samples; ++sample) {
+    const std::int64_t end = problem.sample_offsets[sample + 1];
+    for (std::int64_t i = problem.sample_offsets[sample]; i < end; ++i) {
+      Use& use = uses[problem.ids[i]];
+      if (use.last_user == sample) continue;
+      use.last_user = sample;
+      ++use.users;
+      distinct.push_back(problem.ids[i]);
+    }
+    distinct_begin.push_back(static_cast<std::int64_t>(distinct.size()));
   }
-  ids.reserve(static_cast<std::size_t>(sample_begin.back()));
-  samples.resize(static_cast<std::size_t>(sample_begin.back()));
-  std::vector<std::int64_t> next(sample_begin.begin(), sample_begin.end() - 1);
-  for_each_use([&](std::int64_t sample, std::int32_t id) {
-    if (num_users[id] > 1) {
-      ids.push_back(id);
-      samples[next[id]++] = static_cast<std::int32_t>(sample);
-    } else {
-      ++alone[sample];
+
+  ids.reserve(distinct.size());
+  for (std::int64_t sample = 0; sample < problem.num_samples; ++sample) {
+    for (std::int64_t i = distinct_begin[sample]; i < distinct_begin[sample + 1]; ++i) {
+      Use& use = uses[distinct[i]];
+      if (use.users == 1) {
+        ++alone[sample];
+        continue;
+      }
+      if (use.renumbered == kNobody) {
+        use.renumbered = static_cast<std::int32_t>(num_ids());
+        sample_begin.push_back(sample_begin.back() + use.users);
+      }
+      ids.push_back(use.renumbered);
     }
     id_begin[sample + 1] = static_cast<std::int64_t>(ids.size());
-  });
-  for (std::int64_t sample = 0; sample < problem.num_samples; ++sample) {
-    if (id_begin[sample + 1] < id_begin[sample]) id_begin[sample + 1] = id_begin[sample];
   }
+
+  samples.resize(ids.size());
+  std::vector<std::int64_t> next(sample_begin.begin(), sample_begin.end() - 1);
+  for (std::int64_t sample = 0; sample < problem.num_samples; ++sample) {
+    for (std::int64_t i = id_begin[sample]; i < id_begin[sample + 1]; ++i)
+      samples[next[ids[i]]++] = static_cast<std::int32_t>(sample);
+  }
+}
+
+std::int64_t Incidence::max_ids_of_sample() const {
+  std::int64_t most = 0;
+  for (std::int64_t s = 0; s < num_samples(); ++s)
+    most = std::max(most, id_begin[s + 1] - id_begin[s] + alone[s]);
+  return most;
 }
 
 }  // namespace nestpipe::clustering

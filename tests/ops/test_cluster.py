@@ -113,6 +113,58 @@ def test_send_once_evens_out_the_middle() -> None:
     assert unevenness(order) < unevenness(plain)
 
 
+@pytest.mark.parametrize(
+    ("objective", "num_parts", "rows"),
+    [
+        ("resend", 4, 1977), ("resend", 8, 2907), ("resend", 16, 4131),
+        ("send_once", 4, 896), ("send_once", 8, 658), ("send_once", 16, 414),
+    ],
+)  # fmt: skip
+def test_rows_of_a_fixed_batch(objective: str, num_parts: int, rows: int) -> None:
+    """Any change of these figures is a change of what every machine computes."""
+    offsets, ids = topical_batch(512, 50)
+    assert objective_rows(cluster(offsets, ids, num_parts, objective), offsets, ids, num_parts, objective) == rows
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_hot_and_single_ids_change_nothing_but_the_count(objective: str) -> None:
+    """An id that all samples use, and ids that one sample alone uses (as many for each), do not move samples."""
+    offsets, ids = topical_batch(128, 12)
+    rows = ids.reshape(128, 12)
+    lonely = torch.arange(128).unsqueeze(1) + 10_000
+    wide = torch.cat([rows, lonely, torch.full((128, 1), 99_999)], 1)
+    order = cluster(offsets, ids, 4, objective)
+    wide_offsets = torch.arange(129) * 14
+    got = cluster(wide_offsets, wide.reshape(-1), 4, objective)
+    assert torch.equal(got, order)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_samples_with_very_many_ids(objective: str) -> None:
+    """Counts that do not fit into 16 bits: as without the ids that all samples have."""
+    offsets, ids = topical_batch(24, 6)
+    common = (torch.arange(5000) + 10_000).expand(24, 5000)
+    wide = torch.cat([ids.reshape(24, 6), common], 1)
+    got = cluster(torch.arange(25) * 5006, wide.reshape(-1), 3, objective)
+    assert_valid(got, 24, 3)
+    assert torch.equal(got, cluster(offsets, ids, 3, objective))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_equal_samples_keep_their_order(objective: str) -> None:
+    offsets, ids = ragged([3] * 10, [7, 8, 7] * 10)
+    assert cluster(offsets, ids, 4, objective).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_empty_bags_between_others(objective: str) -> None:
+    lengths = [3, 0, 2, 0, 0, 3, 1, 0, 2, 4]
+    offsets, ids = ragged(lengths, [i * i % 7 for i in range(sum(lengths))])
+    order = cluster(offsets, ids, 4, objective, seed=1)
+    assert_valid(order, 10, 4)
+    assert torch.equal(order, cluster(offsets, ids, 4, objective, seed=1, implementation="reference"))
+
+
 def test_costs_by_hand() -> None:
     offsets, ids = ragged([2, 1, 2, 1], [0, 1, 1, 2, 0, 3])
     cost = cluster_cost(torch.tensor([0, 1, 2, 3]), offsets, ids, 3)  # parts {0, 1}, {2}, {3}

@@ -23,7 +23,8 @@ struct ClusterProblem {
 };
 
 // order [num_samples]: a permutation, ascending inside each part, never worse than the identity by
-// its objective. A function of the problem, objective and seed alone: one thread, integers only.
+// its objective (the identity if a sample uses 2^22 distinct ids or more). A function of the
+// problem, objective and seed alone: one thread, integers only.
 void cluster(const ClusterProblem& problem, ClusterObjective objective, std::uint64_t seed,
              std::int64_t* order);
 

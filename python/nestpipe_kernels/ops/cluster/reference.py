@@ -10,10 +10,11 @@ from torch import Tensor
 
 __all__ = ["cluster", "cluster_cost", "partition_sizes"]
 
-PROPOSALS_PER_SAMPLE = 200
-MAX_PROPOSALS = 2**20
-PROPOSALS_PER_TEMPERATURE = 256
-FIRST_TEMPERATURE = 3 << 14
+WEIGHT, SHARED_WEIGHT = 8, 48
+TRIES_PER_PART, MAX_TRIED_PARTS = 2, 64
+SCALE = 8
+SWEEPS, MORE_SWEEPS = 8, 2
+FIRST_TEMPERATURE = SCALE << 15
 EVEN_PROPOSALS_PER_SAMPLE = 4
 MAX_EVEN_PARTS = 64
 WORD = 2**64 - 1
@@ -49,12 +50,13 @@ def cluster(sample_offsets: Tensor, ids: Tensor, num_ids: int, num_parts: int, o
     if size < 2 or num_parts < 2:
         return torch.tensor(identity, dtype=torch.int64)
     random = _Random(seed)
-    order = _by_min_hash(samples, seed)
     sizes = partition_sizes(size, num_parts)
-    group_sizes, counted = sizes, [True] * num_parts
     if objective == "send_once" and num_parts > 2:
-        group_sizes, counted = [sizes[0], sum(sizes[1:-1]), sizes[-1]], [True, False, True]
-    _anneal(order, samples, group_sizes, counted, random)
+        order = _grow_ends(samples, sizes, random)
+        _swap_samples(order, samples, [sizes[0], sum(sizes[1:-1]), sizes[-1]], [True, False, True], random)
+    else:
+        order = _grow_parts(samples, sizes, random)
+        _swap_samples(order, samples, sizes, [True] * num_parts, random)
     if objective == "send_once":
         _sort_middle(order, samples, sizes)
         if 4 <= num_parts <= MAX_EVEN_PARTS:
@@ -109,39 +111,118 @@ def _price(order: list[int], samples: list[set[int]], num_parts: int, objective:
     return len(used[0]) + len(used[-1]), _unevenness(parts, samples)
 
 
-def _by_min_hash(samples: list[set[int]], seed: int) -> list[int]:
-    """Samples by the smallest hash of the ids that they share with others."""
+def _weights(samples: list[set[int]]) -> dict[int, int]:
+    """What an id adds to the distance of a sample from a part that lacks it."""
     users = Counter(id_ for sample in samples for id_ in sample)
-    least = [min((_mix(id_ ^ seed) for id_ in sample if users[id_] > 1), default=WORD) for sample in samples]
-    return sorted(range(len(samples)), key=lambda sample: (least[sample], sample))
+    return {id_: WEIGHT + SHARED_WEIGHT // count for id_, count in users.items()}
 
 
-def _anneal(
+def _grow_parts(samples: list[set[int]], sizes: list[int], random: _Random) -> list[int]:
+    """Each part grows from the sample farthest from the part before, always by the nearest."""
+    weights = _weights(samples)
+    users = Counter(id_ for sample in samples for id_ in sample)
+    shared = [{id_ for id_ in sample if users[id_] > 1} for sample in samples]
+
+    def distance(sample: int, part: set[int]) -> int:
+        return sum(-weights[id_] if id_ in part else weights[id_] for id_ in shared[sample])
+
+    order: list[int] = []
+    free = list(range(len(samples)))
+    part: set[int] = set()
+    for size in sizes:
+        for place in range(size):
+            if not order:
+                chosen = random.below(len(samples))
+            elif place == 0:
+                chosen = max(free, key=lambda sample: (distance(sample, part), -sample))
+            else:
+                chosen = min(free, key=lambda sample: (distance(sample, part), sample))
+            part = part | shared[chosen] if place else shared[chosen]
+            free.remove(chosen)
+            order.append(chosen)
+    return order
+
+
+def _grow_ends(samples: list[set[int]], sizes: list[int], random: _Random) -> list[int]:
+    """The cheapest of several first parts and, of what is left, of several last parts; the others between."""
+    weights = _weights(samples)
+    free = set(range(len(samples)))
+
+    def grow(size: int) -> list[int]:
+        chosen = random.below(len(samples))
+        while chosen not in free:
+            chosen = (chosen + 1) % len(samples)
+        members = [chosen]
+        while len(members) < size:
+            part = _ids_of(members, samples)
+            left = [sample for sample in sorted(free) if sample not in members]
+            members.append(min(left, key=lambda sample: (sum(weights[id_] for id_ in samples[sample] - part), sample)))
+        return members
+
+    ends = []
+    for size in (sizes[0], sizes[-1]):
+        tries = TRIES_PER_PART * min(len(sizes), MAX_TRIED_PARTS) if size else 0
+        grown = [grow(size) for _ in range(tries)]
+        best = min(grown, key=lambda members: len(_ids_of(members, samples)), default=[])
+        free -= set(best)
+        ends.append(best)
+    return ends[0] + sorted(free) + ends[1]
+
+
+def _swap_samples(
     order: list[int], samples: list[set[int]], group_sizes: list[int], counted: list[bool], random: _Random
 ) -> None:
-    """Swaps between groups; a worsening passes with a probability that falls with the temperature."""
+    """Sweeps that swap each sample of a counted group with its best partner, under noise that falls to nothing."""
     group_at = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    candidates = [at for at, group in enumerate(group_at) if counted[group]]
 
     def rows(group: int) -> int:
         members = [sample for at, sample in enumerate(order) if group_at[at] == group]
         return len(_ids_of(members, samples)) if counted[group] else 0
 
-    num_proposals = min(PROPOSALS_PER_SAMPLE * len(order), MAX_PROPOSALS)
-    temperature = 0
-    for proposal in range(-(-num_proposals // PROPOSALS_PER_TEMPERATURE) * PROPOSALS_PER_TEMPERATURE):
-        if proposal % PROPOSALS_PER_TEMPERATURE == 0:
-            temperature = FIRST_TEMPERATURE * (num_proposals - proposal) // num_proposals
-        drawn, other = random.pair(len(candidates), len(order))
-        at = candidates[drawn]
+    def change(at: int, other: int) -> int:
+        """Of cost, by a swap."""
         p, q = group_at[at], group_at[other]
-        if p == q:
-            continue
-        allowed = random.allowed_worsening(temperature)
         before = rows(p) + rows(q)
         order[at], order[other] = order[other], order[at]
-        if rows(p) + rows(q) - before > allowed:
-            order[at], order[other] = order[other], order[at]
+        after = rows(p) + rows(q)
+        order[at], order[other] = order[other], order[at]
+        return after - before
+
+    def estimate(at: int, other: int) -> int:
+        """`change` as if the two samples had no id in common that one of the groups would lose."""
+        p, q = group_at[at], group_at[other]
+        return _added(order[at], q) + _added(order[other], p) - _needed(at) - _needed(other)
+
+    def _added(sample: int, group: int) -> int:
+        members = [member for at, member in enumerate(order) if group_at[at] == group]
+        return len(samples[sample] - _ids_of(members, samples)) if counted[group] else 0
+
+    def _needed(at: int) -> int:
+        group = group_at[at]
+        others = [member for place, member in enumerate(order) if group_at[place] == group and place != at]
+        return len(samples[order[at]] - _ids_of(others, samples)) if counted[group] else 0
+
+    size = len(order)
+    sweep = 0
+    is_better = True
+    while sweep < SWEEPS or (is_better and sweep < SWEEPS + MORE_SWEEPS):
+        temperature = FIRST_TEMPERATURE * max(SWEEPS - 1 - sweep, 0) // (SWEEPS - 1)
+        noise = [random.exponential(temperature) for _ in range(2 * size)] if temperature else [0] * (2 * size)
+        is_better = False
+        for at in range(size):
+            if not counted[group_at[at]]:
+                continue
+            offset = random.below(size)
+            others = [other for other in range(size) if group_at[other] != group_at[at]]
+            if not others:
+                continue
+            best = min(others, key=lambda other: (SCALE * estimate(at, other) - noise[offset + other], other))
+            exact = SCALE * change(at, best)
+            allowed = noise[offset + best]
+            if exact < allowed or (exact == allowed and allowed > 0):
+                order[at], order[best] = order[best], order[at]
+                is_better = is_better or exact < 0
+        sweep += 1
 
 
 def _sort_middle(order: list[int], samples: list[set[int]], sizes: list[int]) -> None:
@@ -163,7 +244,7 @@ def _even_out(order: list[int], samples: list[set[int]], num_parts: int, random:
         return
     best = _unevenness(_split(order, num_parts), samples)
     for _ in range(EVEN_PROPOSALS_PER_SAMPLE * len(order)):
-        first, second = (middle[drawn] for drawn in random.pair(len(middle), len(middle)))
+        first, second = middle[random.below(len(middle))], middle[random.below(len(middle))]
         if part_at[first] == part_at[second]:
             continue
         order[first], order[second] = order[second], order[first]
@@ -193,12 +274,11 @@ class _Random:
         self.state = (self.state + 0x9E3779B97F4A7C15) & WORD
         return _mix(self.state)
 
-    def pair(self, first_bound: int, second_bound: int) -> tuple[int, int]:
-        word = self.word()
-        return ((word >> 32) * first_bound) >> 32, ((word & 0xFFFFFFFF) * second_bound) >> 32
+    def below(self, bound: int) -> int:
+        return ((self.word() >> 32) * bound) >> 32
 
-    def allowed_worsening(self, temperature: int) -> int:
-        """Rows, at `temperature` in 2^-16 rows: temperature times -log2 of a uniform number, piecewise linear."""
+    def exponential(self, temperature: int) -> int:
+        """In 1 / SCALE ids, at `temperature` in 2^-16 of that: it times -log2 of a uniform number, piecewise linear."""
         word = self.word()
         zeros = 64 - (word | 1).bit_length()
         mantissa = ((word << zeros + 1) & WORD) >> 48
