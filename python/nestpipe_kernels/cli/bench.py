@@ -15,6 +15,8 @@ __all__ = ["add_bench"]
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
+CLUSTER_SETS = ("ml100k", "ml100k-first", "topics", "topics-100", "topics-12", "zipf", "zipf-1.2")
+
 PIPELINE_SHAPES = ("paper-npu", "ml100k", "criteo", "dlrm", "small")
 
 
@@ -32,6 +34,7 @@ def add_bench(commands: Any) -> None:
     _add_scheduler(cases)
     _add_pipeline(cases)
     _add_tier(cases)
+    _add_cluster(cases)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -142,6 +145,17 @@ def _add_tier(cases: Any) -> None:
     case.add_argument("--directory", metavar="DIR", default=None, help="where files go (the system's temporary folder)")
     case.add_argument("--warm-up", type=positive, default=50, help="steps before those that are timed")
     case.add_argument("--repeat", type=positive, default=30, help="timed steps")
+
+
+def _add_cluster(cases: Any) -> None:
+    text = "rows that micro-batches of clustered samples send, and the time to cluster them"
+    case = _add_case(cases, "cluster", text)
+    case.add_argument("--sets", nargs="+", choices=CLUSTER_SETS, default=list(CLUSTER_SETS), help="batches")
+    case.add_argument("--parts", type=positive, nargs="+", default=[4, 8, 16], metavar="N", help="micro-batches")
+    case.add_argument("--seeds", type=positive, default=5, help="batches of each set")
+    case.add_argument("--data", metavar="PATH", default=None, help="MovieLens-100K, for the sets ml100k")
+    case.add_argument("--repeat", type=positive, default=5, help="timed calls for each batch")
+    case.add_argument("--peers", action="store_true", help="also Mt-KaHyPar, if installed")
 
 
 def _exponent(text: str) -> float:
