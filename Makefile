@@ -10,6 +10,8 @@ NPROC ?= 2
 TRAIN_ARGS ?=
 TEST_ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Tests of several processes wait for each other: one worker more than cores keeps the cores busy.
+TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 
 LINTED := python tests bench examples
 SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
@@ -52,7 +54,7 @@ train: build
 	$(BIN)/nestpipe train --nproc $(NPROC) --compare --timeline $(OUT)/step.html $(TRAIN_ARGS)
 
 test: build
-	$(BIN)/pytest -m 'not soak' -n $(JOBS) --dist loadfile $(TEST_ARGS)
+	$(BIN)/pytest -m 'not soak' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 soak: build
 	$(BIN)/pytest -m soak --timeout 3600 $(TEST_ARGS)

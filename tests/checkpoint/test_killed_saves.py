@@ -7,6 +7,7 @@ import random
 import signal
 import time
 
+import pytest
 import torch
 from store_cases import contents, fill, load_stores, make_store, save_one
 
@@ -63,11 +64,12 @@ def _save_and_announce(directory, first: int, pipe: int) -> None:
         save_one(directory, store, salt=salt)
 
 
-def test_fault_42_killed_at_100_random_moments(tmp_path) -> None:
+@pytest.mark.parametrize("moments", [30, pytest.param(100, marks=pytest.mark.soak)])
+def test_fault_42_killed_at_random_moments(tmp_path, moments) -> None:
     generator = random.Random(42)
     save_one(tmp_path, _state(0), salt=0)
     announced, last = {0}, 0
-    for _ in range(100):
+    for _ in range(moments):
         reading, writing = os.pipe()
         pid = _fork(lambda w=writing, first=last + 1: _save_and_announce(tmp_path, first, w))
         os.close(writing)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 
 def pairwise_cover(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -42,3 +44,13 @@ def test_every_pair_is_covered():
     for a, b in itertools.combinations(factors, 2):
         assert {(c[a], c[b]) for c in cases} == set(itertools.product(factors[a], factors[b]))
     assert len(cases) <= 20
+
+
+def each_with_another(some: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Parameters (one, other): everyone with two of the others (if there are as many), all other pairs in the soak."""
+    others = list(others)
+    return [
+        (one, other) if (j - i) % len(others) in (0, 2) else pytest.param(one, other, marks=pytest.mark.soak)
+        for i, one in enumerate(some)
+        for j, other in enumerate(others)
+    ]

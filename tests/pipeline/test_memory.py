@@ -16,14 +16,14 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.testing.scenario import Scenario, ScenarioBatch
 from nestpipe_kernels.testing.threads import run_ranks_as_threads, scenario_config
 
-PERIOD, STEPS = 5, 300
+PERIOD, STEPS, EVERY = 5, 150, 50
 SCENARIO = Scenario(
     world_size=2, micro_batches=2, batches=PERIOD, uneven=False, samples=5, num_keys=10, noise=False, clustering="key"
 )
 
 
 class Watch:
-    """All ranks stop together every 100 steps, drained, and one of them counts."""
+    """All ranks stop together every EVERY steps, drained, and one of them counts."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=60)
@@ -86,7 +86,7 @@ def watch_run(scenario: Scenario, schedule: str, body: Callable[[int, NestedPipe
 
 def assert_flat(watch: Watch) -> None:
     first, *later = watch.counts
-    assert len(later) == STEPS // 100 - 1
+    assert len(later) == STEPS // EVERY - 1
     assert [now for now in later if now != first] == [], first
     assert first["rows"][0] > 0
 
@@ -95,7 +95,7 @@ def train(rank: int, pipeline: NestedPipeline, watch: Watch) -> None:
     iterator = endless(rank)
     for step in range(STEPS):
         pipeline.progress(iterator)
-        if (step + 1) % 100 == 0:
+        if (step + 1) % EVERY == 0:
             watch.look(rank, pipeline)
 
 
@@ -116,7 +116,7 @@ def test_fault_39_batches_without_backward():
         evaluated = endless(rank)
         for step in range(STEPS):
             pipeline.progress(evaluated)
-            if (step + 1) % 100 == 0:
+            if (step + 1) % EVERY == 0:
                 watch.look(rank, pipeline)
 
     assert_flat(watch_run(replace(SCENARIO, world_size=1), "nested", evaluate))
@@ -134,7 +134,7 @@ def test_batches_that_fail():
                 pipeline.progress(iterator)
             except ArithmeticError:
                 failures += 1
-            if (step + 1) % 100 == 0:
+            if (step + 1) % EVERY == 0:
                 watch.look(rank, pipeline)
         assert failures == 2 * STEPS // PERIOD
 
@@ -149,7 +149,7 @@ def test_fault_39_forward_without_backward_outside_a_pipeline():
         batches = list(SCENARIO.loader(rank, None))
         for step in range(STEPS):
             model(batches[step % PERIOD])
-            if (step + 1) % 100 == 0:
+            if (step + 1) % EVERY == 0:
                 counts.append((live_tensors(), [store.memory() for store in model.lookup.row_stores()]))
 
     one = replace(SCENARIO, world_size=1)

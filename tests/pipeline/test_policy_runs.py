@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_with_another
 from policy_cases import half_life
 from small_model import EXACT, Batch, Recommender, make_batch, make_pipeline, make_tables, run_all, run_rank, state_of
 from torch import Tensor
@@ -55,8 +56,7 @@ def test_the_runs_below_use_their_rules(rule: str) -> None:
 # ------------------------------------------------------------------------------------------------ what is undone
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 @pytest.mark.parametrize("bad", [1, 2], ids=["row-gradient", "dense-gradient"])
 def test_a_bad_batch_leaves_no_trace_of_its_evictions(schedule: str, rule: str, bad: int) -> None:
     """Batch 4 has a NaN on one of two ranks: both keep rows, metadata, counts and counters of before, bit by bit."""
@@ -84,8 +84,7 @@ def _without_the_bad_one(rule: str) -> list[Any]:
     return [run.state for run in run_all(2, "sequential", kept, model_of=lambda group: model_of(rule, group))]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 def test_looking_from_outside_after_every_step_changes_nothing(schedule: str, rule: str) -> None:
     with make_pipeline(model_of(rule), schedule) as pipeline:
         iterator = iter(TRAIN)
@@ -98,8 +97,7 @@ def test_looking_from_outside_after_every_step_changes_nothing(schedule: str, ru
         assert state_of(pipeline) == final_state(rule, TRAIN)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 def test_fault_15_evaluation_reads_default_rows_and_changes_nothing(schedule: str, rule: str) -> None:
     with make_pipeline(model_of(rule), schedule) as pipeline:
         iterator = iter(TRAIN)
@@ -122,8 +120,7 @@ def test_fault_15_evaluation_reads_default_rows_and_changes_nothing(schedule: st
         assert state_of(pipeline) == final_state(rule, TRAIN)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 def test_iterators_in_turns_and_a_loop_left_by_break(schedule: str, rule: str) -> None:
     order = [*TRAIN[:3], OTHER[0], *TRAIN[3:5], *OTHER[1:], *TRAIN[5:7], *TRAIN[:2]]
     with make_pipeline(model_of(rule), schedule) as pipeline:
@@ -157,8 +154,7 @@ def test_keys_erased_and_inserted_between_steps_make_and_take_room_alike(schedul
     assert play(schedule) == play("sequential")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 def test_another_pipeline_over_the_same_stores_goes_on_counting_batches(schedule: str, rule: str) -> None:
     """Pins and ages are by batch index: a new pipeline that began at 0 would evict other rows."""
     model = model_of(rule)
@@ -187,8 +183,7 @@ class Watcher:
         pipeline.add_eviction_hook(lambda step, table, keys: self.gone.append((step, table, keys.tolist())))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize(("schedule", "rule"), each_with_another(EXACT, RULES))
 def test_hooks_hear_of_every_row_that_comes_and_goes(schedule: str, rule: str) -> None:
     with make_pipeline(model_of(rule), schedule) as pipeline:
         watcher = Watcher(pipeline)
