@@ -39,10 +39,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fwp": {"schedule": "fwp"},
     "nested": {"schedule": "nested"},
     "nested+early": {"schedule": "nested", "early_send": True},
+    "nested+pooled": {"schedule": "nested", "owner_pooling": "auto"},
     "async": {"schedule": "async"},
 }
 """Settings of PipelineConfig by the name that stands in the lines."""
-NOT_EXACT = ("async",)
+NOT_EXACT = ("async", "nested+pooled")
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,6 +53,10 @@ class PipelineConfig:
         early_send: rows that are final leave before their batch's window, and rows are updated as soon as their last
             gradient is here, those that the next batch waits for first. Same result; needs "nested" and "once", and a
             model that returns weights always or never.
+        owner_pooling: the owner of rows adds those of a bag up and sends one sum, and gets one gradient back: for the
+            features named, for all (True), or ("auto") for those of which that is fewer bytes in a batch. Another
+            order of additions in forward than without, the same result in every schedule. Features must be pooled by
+            sum or mean and have no per-sample weights; needs row_transfer="once" and no early_send.
         row_wire, gradient_wire: as what rows and their gradients travel between ranks: "fp32", or rounded once by the
             sender to "bf16", "fp16" or "int8" (a step per row). Fewer bytes, another result, the same in every
             schedule; a rank's own rows are rounded too.
@@ -81,6 +85,7 @@ class PipelineConfig:
     num_micro_batches: int | Literal["auto"] = 4
     row_transfer: str = "once"
     early_send: bool = False
+    owner_pooling: bool | Literal["auto"] | Sequence[str] = False
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
     clustering: str = "key"
@@ -102,6 +107,7 @@ class PipelineConfig:
                 f"early_send needs schedule='nested' and row_transfer='once', got {self.schedule!r} and "
                 f"{self.row_transfer!r}"
             )
+        self._check_owner_pooling()
         _one_of("row_wire", self.row_wire, WIRE_FORMATS)
         _one_of("gradient_wire", self.gradient_wire, WIRE_FORMATS)
         _one_of("clustering", self.clustering, ("key", "none"))
@@ -118,6 +124,20 @@ class PipelineConfig:
             raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
+
+    def _check_owner_pooling(self) -> None:
+        wanted = self.owner_pooling
+        if isinstance(wanted, str) and wanted != "auto":
+            raise ValueError(f"owner_pooling must be True, False, 'auto' or a list of features, got {wanted!r}")
+        if not isinstance(wanted, bool | str) and not (
+            isinstance(wanted, Sequence) and all(isinstance(name, str) for name in wanted)
+        ):
+            raise ValueError(f"owner_pooling must be True, False, 'auto' or a list of features, got {wanted!r}")
+        if wanted and (self.early_send or self.row_transfer != "once"):
+            raise ValueError(
+                "owner_pooling needs row_transfer='once' and early_send=False, got "
+                f"{self.row_transfer!r} and {self.early_send}"
+            )
 
     def _check_micro_batches(self) -> None:
         number = self.num_micro_batches

@@ -117,6 +117,8 @@ class StoreKeys:
     """float32 [n] per-sample weights, detached; None where no segment is weighted."""
     valid: Tensor | None = None
     """bool [n], False where the occurrence is padding: no row, not counted, no gradient. None: all valid."""
+    divisors: Tensor | None = None
+    """float32 [num_bags]: what divides each bag's sum, where owners have pooled it in part; `keys` are slots then."""
 
 
 @dataclass
@@ -374,6 +376,10 @@ class EmbeddingModule(Protocol):
 
     def plan_call(self, features: Any) -> LookupCall:
         """Validate an input and describe the lookup. Pure; raises IndexError/TypeError/ValueError for bad input."""
+        ...
+
+    def store_segments(self, store_index: int) -> Sequence[tuple[str, PoolingType, bool]]:
+        """Of every segment of a call in a store: feature, pooling, and whether its bags have per-sample weights."""
         ...
 
     def learning_rates(self, store_index: int) -> Tensor:

@@ -12,6 +12,7 @@ KINDS = {
     "per_micro_batch": {"row_transfer": "per_micro_batch"},
     "fetch": {"fetch": True},
     "early": {"early_send": True},
+    "pooled": {"owner_pooling": True},
 }
 """Settings that have graphs of their own, by name."""
 
@@ -24,7 +25,7 @@ EDGES = [
     pytest.param(name, kind, edge.label, id=f"{name}-{kind}-{edge.label}")
     for name in SCHEDULES
     for kind in KINDS
-    if name == "nested" or kind != "early"
+    if name == "nested" or kind not in ("early", "pooled")
     for edge in graph_of(name, kind).edges
     if not edge.policy and (kind != "fetch" or {edge.source, edge.target} & {"fetch", "copy"})
 ]

@@ -15,6 +15,7 @@ GRAPHS = [
     *((name, {"fetch": True}) for name in SCHEDULES),
     ("nested", {"early_send": True}),
     ("nested", {"early_send": True, "fetch": True}),
+    *((name, {"owner_pooling": True}) for name in ("dbp", "nested")),
 ]
 
 

@@ -23,9 +23,11 @@ from ..ops.bucketize import bucketize
 from ..ops.dedup import dedup
 from ..ops.owners import owners
 
-__all__ = ["KeyLists", "SourceKeys", "Transfer", "pack", "part_of", "route_keys", "transfers", "unpack"]
+__all__ = ["NEVER", "KeyLists", "SourceKeys", "Transfer", "pack", "part_of", "route_keys", "transfers", "unpack"]
 
 _COUNT_BITS, _MICRO_BITS, _TABLE_BITS = 24, 12, 15
+NEVER = (1 << _MICRO_BITS) - 1
+"""`first` and `last` of a key whose row does not travel: its owner pools it (stages/owner_pool)."""
 
 
 @dataclass
@@ -159,7 +161,12 @@ def part_of(transfer: Transfer, peers: slice) -> Transfer:
 
 
 def _grouped(micro: Tensor, peers: Tensor, num_micro: int, world: int) -> list[Transfer]:
+    moved = torch.nonzero(micro != NEVER).squeeze(1) if bool((micro == NEVER).any()) else None
+    if moved is not None:
+        micro, peers = micro[moved], peers[moved]
     order, counts = bucketize((micro * world + peers).to(torch.int32), num_micro * world)
+    if moved is not None:
+        order = moved[order]
     per_peer = counts.view(num_micro, world).tolist()
     parts = order.split_with_sizes([sum(row) for row in per_peer])
     return [Transfer(part, row) for part, row in zip(parts, per_peer)]

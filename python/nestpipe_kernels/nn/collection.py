@@ -17,7 +17,7 @@ from nestpipe_kernels.nn.parameter_tables import make_parameter_table
 from nestpipe_kernels.nn.plan import CallInput, check_ids, plan_lookup, read_features
 from nestpipe_kernels.nn.sparse_tables import SparseTables, TableStore, initial_weight
 from nestpipe_kernels.optim import SparseOptimizerGroup
-from nestpipe_kernels.types import LookupCall, LookupContext, RowStore, SparseOptimizer
+from nestpipe_kernels.types import LookupCall, LookupContext, PoolingType, RowStore, SparseOptimizer
 
 __all__ = ["Collection", "TableView"]
 
@@ -200,6 +200,11 @@ class Collection(nn.Module):
         return plan_lookup(
             self._layout, batch, self._pooled, type(self).__name__, lambda outputs: self._finish(batch, outputs)
         )
+
+    def store_segments(self, store_index: int) -> list[tuple[str, PoolingType, bool]]:
+        """Of every segment of a call in a store: feature, pooling, and whether its bags have per-sample weights."""
+        weighted = bool(self._weighted())
+        return [(s.feature, s.mode, weighted) for s in self._layout.stores[store_index].segments]
 
     def zero_output(self, features: Any) -> Any:
         """What forward returns, all zeros that require a gradient."""

@@ -49,6 +49,7 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
         "num_micro_batches": config.num_micro_batches,
         "row_transfer": config.row_transfer,
         "early_send": config.early_send,
+        "owner_pooling": [b.pooled for b in rank.bindings] + [rank.owner_pooling_auto],
         "row_wire": config.row_wire,
         "gradient_wire": config.gradient_wire,
         "nan_policy": config.nan_policy,

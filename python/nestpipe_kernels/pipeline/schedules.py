@@ -73,9 +73,10 @@ def _retrieval_stages(schedule: Schedule) -> list[Stage]:
     return stages
 
 
-def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
-    sent = Region.FIRST if once else Region.USED
+def _window_stages(schedule: Schedule, once: bool, pooled: bool) -> list[Stage]:
+    sent = Region.FIRST if once and not pooled else Region.USED
     returned = Region.LAST if once else Region.USED
+    boxed = Region.USED if pooled else returned
     stages = [
         Stage("begin", "begin", "caller", "other", accesses=(
             read("step_count"), write("dense.gradients"), _each("settings", writes=True))),
@@ -90,7 +91,7 @@ def _window_stages(schedule: Schedule, once: bool) -> list[Stage]:
             _each("peaks", writes=True, region=returned)),
             cost=Cost("network", "row_bytes")),
         Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
-            _each("owner_plan"), _each("boxes", writes=True, region=returned)), cost=Cost("hbm", "row_bytes")),
+            _each("owner_plan"), _each("boxes", writes=True, region=boxed)), cost=Cost("hbm", "row_bytes")),
         Stage("reduce_grads", "reduce_grads", "device", "other", accesses=(
             _each("owner_plan"), _each("boxes", writes=True), _each("row_gradients", writes=True)),
             cost=Cost("hbm", "row_bytes")),
@@ -155,7 +156,7 @@ def _retrieval_edges(schedule: Schedule) -> list[Edge]:
     ]
 
 
-def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
+def _window_edges(schedule: Schedule, once: bool, pooled: bool) -> list[Edge]:
     ready = "sync" if schedule.prefetch and not schedule.stale else "gather"
     edges = [
         Edge(ready, "send_rows", "the rows"),
@@ -181,7 +182,10 @@ def _window_edges(schedule: Schedule, once: bool) -> list[Edge]:
         edges.append(Edge("send_grads", "commit", "finite or not", micro=Micro.LAST))
     elif once:
         edges.append(Edge("forward_backward", "forward_backward", "sum order", micro=Micro.NEXT))
-        edges.append(Edge("recv_grads", "reduce_grads", "all gradients"))
+        if pooled:
+            edges.append(Edge("recv_grads", "recv_grads", "sum order", micro=Micro.NEXT))
+        ends = Micro.LAST if pooled else Micro.ALL
+        edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=ends))
         edges.append(Edge("send_grads", "commit", "finite or not"))
     else:
         edges.append(Edge("send_grads", "forward_backward", "accumulators are free again", micro=Micro.NEXT))
@@ -222,22 +226,29 @@ def build_graph(
     sparse_groups: str = "one",
     early_send: bool = False,
     tiers: bool = False,
+    owner_pooling: bool = False,
 ) -> Graph:
     """The stage graph of a schedule; `row_transfer` and `early_send` as in PipelineConfig, `fetch`: it has that,
-    `sparse_groups`: comm.Topology's mode, `tiers`: some store's rows lie in a file.
+    `sparse_groups`: comm.Topology's mode, `tiers`: some store's rows lie in a file,
+    `owner_pooling`: owners pool bags, so that each micro-batch reads all its rows and adds to all their gradients.
 
     Raises:
-        ValueError: an unknown name, or early send with what it does not go with.
+        ValueError: an unknown name, or early send or pooling at owners with what they do not go with.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule, once = SCHEDULES[name], row_transfer == "once"
-    stages = _retrieval_stages(schedule) + _window_stages(schedule, once)
-    edges = _retrieval_edges(schedule) + _window_edges(schedule, once)
+    stages = _retrieval_stages(schedule) + _window_stages(schedule, once, owner_pooling)
+    edges = _retrieval_edges(schedule) + _window_edges(schedule, once, owner_pooling)
     if early_send and not (name == "nested" and once and sparse_groups == "one"):
         raise ValueError(
             "early_send needs schedule 'nested', row_transfer 'once' and tables without copies (sparse_groups), got "
             f"{name!r}, {row_transfer!r} and {sparse_groups!r}"
+        )
+    if owner_pooling and (early_send or not once or sparse_groups != "one"):
+        raise ValueError(
+            "owner_pooling needs row_transfer 'once', no early_send and tables without copies (sparse_groups), got "
+            f"{row_transfer!r}, {early_send} and {sparse_groups!r}"
         )
     if fetch:
         stages, edges = _with_fetch(stages, edges, schedule.prefetch)

@@ -21,6 +21,7 @@ from ..config import PipelineConfig, default_threads, launched_ranks
 from ..device import LoweredThreads
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.eager import eager_context
+from ..stages.owner_pool import select_features
 from ..stages.retrieval import undo_retrieval
 from ..stages.state import BatchState, Failure, RankState, RowHook, bind_stores
 from ..trace import Timeline
@@ -106,7 +107,10 @@ class NestedPipeline:
             config.early_send,
             tiers,
             topology.mode,
+            bool(config.owner_pooling),
         )
+        if config.owner_pooling:
+            select_features(bindings, config.owner_pooling)
         dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
@@ -117,6 +121,7 @@ class NestedPipeline:
             default_slice_owner(topology.num_shards),
             num_micro_batches=PROBES[0] if config.num_micro_batches == "auto" else config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
+            owner_pooling_auto=config.owner_pooling == "auto",
             row_wire=config.row_wire,
             gradient_wire=config.gradient_wire,
             clustering=config.clustering == "key",
@@ -569,11 +574,17 @@ class _BatchFailed(Exception):
 
 @functools.cache
 def _valid_graph(
-    schedule: str, row_transfer: str, fetch: bool, early_send: bool, tiers: bool, sparse_groups: str
+    schedule: str, row_transfer: str, fetch: bool, early_send: bool, tiers: bool, sparse_groups: str, pooling: bool
 ) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
     graph = build_graph(
-        schedule, row_transfer, fetch=fetch, sparse_groups=sparse_groups, early_send=early_send, tiers=tiers
+        schedule,
+        row_transfer,
+        fetch=fetch,
+        sparse_groups=sparse_groups,
+        early_send=early_send,
+        tiers=tiers,
+        owner_pooling=pooling,
     )
     validate(graph)
     return graph

@@ -11,7 +11,7 @@ from ..comm import exchange_same
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from ..ops.scatter_add_rows import scatter_add_rows
-from .finite import bad_sources, judge_own
+from .finite import bad_bounds, bad_sources, judge_own
 from .messages import Flags, pack_flags, unpack_flags
 from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
 
@@ -63,12 +63,14 @@ def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Te
     start = 0
     for peer, length in enumerate(owner.per_peer):
         slot, part = owner.slot[start : start + length], owner.boxes[start : start + length]
+        bounds = None if owner.bounds is None else owner.bounds[start : start + length]
         if wanted is not None:
             picked = torch.nonzero(wanted[start : start + length]).squeeze(1)
             slot, part = slot[picked], part[picked]
         if batch.divisors and batch.divisors[peer] != 1.0:
             part = part / batch.divisors[peer]
-        countable[slot[bad_sources(part, world)]] = False
+        bad = bad_sources(part, world) if bounds is None else bad_bounds(bounds, batch.divisors[peer], world)
+        countable[slot[bad]] = False
         scatter_add_rows(total, slot, part)
         start += length
     sources = len(owner.per_peer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.wire_rows import decode_rows, encode_rows
 from .state import BatchState, RankState, StorePlan
 
-__all__ = ["as_read", "bad_sources", "judge_own", "largest", "note_gradients"]
+__all__ = ["as_read", "bad_bounds", "bad_sources", "judge_own", "largest", "note_gradients"]
 
 _NAMED_KEYS = 4
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -44,6 +44,19 @@ def note_gradients(plan: StorePlan, positions: Tensor, parts: Tensor) -> None:
     _peaks(plan)[positions] = largest(parts)
 
 
+def bad_bounds(bounds: Tensor, divisor: float, world_size: int) -> Tensor:
+    """bool [n]: as `bad_sources`, of gradients of which only bounds are known: those that owners pool."""
+    return ~(bounds / abs(divisor) <= _limit(world_size))
+
+
+def _bound(plan: StorePlan) -> Tensor:
+    """float64 [M]: bounds of all micro-batches added up, in the order in which the owner does."""
+    total = torch.zeros(len(plan.source.lists.keys), dtype=torch.float64)
+    for micro in range(len(plan.parts)):
+        total += plan.bounds.get(micro, torch.full_like(total, float("nan")))
+    return total
+
+
 def _peaks(plan: StorePlan) -> Tensor:
     """What has not been looked at is bad."""
     if plan.peaks is None:
@@ -58,7 +71,8 @@ def judge_own(rank: RankState, batch: BatchState) -> tuple[int, str]:
         return 0, ""
     divisor = torch.tensor(abs(batch.loss_divisor), dtype=torch.float32)  # as it travels
     for binding, plan in zip(rank.bindings, batch.plans):
-        rows = torch.nonzero(~(_peaks(plan) / divisor <= _limit(rank.communicator.size))).squeeze(1)
+        peaks = _peaks(plan) if not plan.parts else _bound(plan)
+        rows = torch.nonzero(~(peaks / divisor.to(peaks.dtype) <= _limit(rank.communicator.size))).squeeze(1)
         bad += len(rows)
         for row in rows[:_NAMED_KEYS].tolist():
             lists = plan.source.lists

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
-from nestpipe_kernels.types import LookupCall, TableSpec
+from nestpipe_kernels.types import LookupCall, StoreKeys, TableSpec
 
 __all__ = ["GradientSink", "run_lookup"]
 
@@ -49,12 +49,19 @@ class _Lookup:
                     self._segments(store, outputs),
                     keys.weights,
                 )
+                for out, divisors in zip(self._segments(store, outputs), _divisors(keys)):
+                    if divisors is not None:
+                        out /= divisors
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None], weights_need: bool) -> Tensor | None:
         """Hands the segments' gradients on; returns that of the weights, if needed."""
         by_row = [None if grad is None else grad.contiguous() for grad in grads]
         per_store = [self._segments(store, by_row) for store in range(len(self.call.stores))]
+        for keys, segments in zip(self.call.stores, per_store, strict=True):
+            for segment, divisors in enumerate(_divisors(keys)):
+                if divisors is not None and segments[segment] is not None:
+                    segments[segment] = segments[segment] / divisors
         weight_grad = self._weight_grad(per_store) if weights_need else None
         if any(any(flags) for flags in self.trainable):
             self.on_gradient(
@@ -122,6 +129,14 @@ def run_lookup(
     apply: Callable[..., tuple[Tensor, ...]] = _LookupFunction.apply
     outputs = apply(lookup, anchor, call.weights)
     return call.finish(outputs)
+
+
+def _divisors(keys: StoreKeys) -> list[Tensor | None]:
+    """Per segment float32 [bags, 1], what divides its bags' sums; None where nothing does."""
+    if keys.divisors is None:
+        return [None] * len(keys.segment_modes)
+    pieces = [keys.divisors[start:stop, None] for start, stop in pairwise(keys.segment_bags)]
+    return [piece if bool((piece != 1).any()) else None for piece in pieces]
 
 
 class _LookupFunction(torch.autograd.Function):

@@ -15,7 +15,8 @@ from ..ops.cluster import cluster, partition_sizes
 from ..ops.dedup import dedup
 from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
-from .state import BatchState, Inputs, MicroBatch, OwnerKeys, RankState, StorePlan, UnionKeys
+from .owner_pool import land_parts, pool_at_owners, post_parts
+from .state import BatchState, Inputs, MicroBatch, OwnerKeys, Parts, RankState, StorePlan, UnionKeys
 
 __all__ = [
     "announce",
@@ -208,12 +209,15 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
             rank.topology.num_shards,
             rank.track_use,
         )
+        parts: list[Parts] = []
+        if binding.pooled:
+            parts, lists = pool_at_owners(rank, binding, source, lists, micro_calls)
         rows, grads = transfers(source.lists, len(lists))
-        shape = (len(source.lists.keys), binding.store.dim)
+        shape = (len(source.lists.keys) + sum(len(one.move.positions) for one in parts), binding.store.dim)
         received = rank.pool.empty(shape)
         if rank.poison:
             received.fill_(float("nan"))
-        plans.append(StorePlan(source, rows, grads, received, rank.pool.zeros(shape), list(lists)))
+        plans.append(StorePlan(source, rows, grads, received, rank.pool.zeros(shape), list(lists), parts))
     return plans
 
 
@@ -223,8 +227,14 @@ def announce(rank: RankState, batch: BatchState) -> None:
     flags = _flags(rank, batch)
     world = rank.communicator.size
     shards = [peer % rank.topology.num_shards for peer in range(world)]
-    messages = [pack_flags(flags, [plan.source.lists.per_peer[shard] for plan in batch.plans]) for shard in shards]
-    words = FIXED_WORDS + len(batch.plans)
+    pooled = [plan for plan in batch.plans if plan.parts]
+    sizes = [
+        [plan.source.lists.per_peer[shard] for plan in batch.plans]
+        + [sum(one.lengths[shard] for one in plan.parts) for plan in pooled]
+        for shard in shards
+    ]
+    messages = [pack_flags(flags, announced) for announced in sizes]
+    words = FIXED_WORDS + len(batch.plans) + len(pooled)
     group = rank.communicator.group("keys")
     ones = [1] * world
     handle = group.all_to_all(torch.stack(messages).view(world, words), ones, ones, f"{batch.tag}/sizes")
@@ -241,8 +251,9 @@ def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
     received = batch.land("keys.sizes")
     expect = _flags(rank, batch)
     peers = [unpack_flags(received[p], p, expect) for p in range(rank.communicator.size)]
-    batch.key_sizes = received[:, FIXED_WORDS:].tolist()
-    if any(n < 0 for sizes in batch.key_sizes for n in sizes):
+    lists = FIXED_WORDS + len(batch.plans)
+    batch.key_sizes, batch.part_sizes = received[:, FIXED_WORDS:lists].tolist(), received[:, lists:].tolist()
+    if any(n < 0 for sizes in [*batch.key_sizes, *batch.part_sizes] for n in sizes):
         raise CommunicationError(f"a rank announced a negative number of keys: {batch.key_sizes}")
     failed = [p for p, flags in enumerate(peers) if flags.failed]
     batch.ended = not failed and not any(flags.has_batch for flags in peers)
@@ -257,6 +268,8 @@ def exchange_keys(rank: RankState, batch: BatchState, micro: int) -> None:
     group = topology.group.group("keys")
     incoming = [sum(sizes) for sizes in batch.key_sizes[topology.sources()]]
     batch.post("keys.keys", 0, group.all_to_all(message, counts, incoming, f"{batch.tag}/keys"))
+    if batch.part_sizes[0]:
+        post_parts(rank, batch)
 
 
 def merge_sources(rank: RankState, batch: BatchState) -> None:
@@ -277,6 +290,8 @@ def merge_sources(rank: RankState, batch: BatchState) -> None:
             owner.boxes = rank.pool.zeros((len(owner.slot), binding.store.dim))
         batch.divisors = [1.0] * len(owner.per_peer)
         batch.owner.append(owner)
+    if batch.part_sizes and batch.part_sizes[0]:
+        land_parts(rank, batch)
 
 
 def _merged(rank: RankState, lists: KeyLists, served: slice) -> OwnerKeys:

@@ -26,6 +26,7 @@ __all__ = [
     "Failure",
     "MicroBatch",
     "OwnerKeys",
+    "Parts",
     "RankState",
     "RowHook",
     "StageHold",
@@ -56,6 +57,8 @@ class StoreBinding:
     module: EmbeddingModule
     index: int
     """Which of the module's stores this is."""
+    pooled: tuple[bool, ...] = ()
+    """Per segment of a call: owners pool its bags; empty where they pool none."""
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0, dtype=torch.float32) for _ in range(2)])
 
     @cached_property
@@ -120,6 +123,8 @@ class RankState:
     """Rows are sent for every micro-batch, so key lists carry who uses them."""
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
+    owner_pooling_auto: bool = False
+    """Owners pool only features of which that is fewer bytes, batch by batch."""
     clustering: bool = False
     nan_policy: str = "raise"
     poison: bool = False
@@ -229,6 +234,21 @@ class MicroBatch:
 
 
 @dataclass
+class Parts:
+    """What is pooled at owners in one micro-batch and store, part after part: by owner at the source, by source at the
+    owner."""
+
+    entries: Tensor
+    """int64 [n]: position of every occurrence in the key lists."""
+    offsets: Tensor
+    """int64 [parts + 1], from 0 to n."""
+    move: Transfer
+    """How many parts for each peer; positions are those of their rows at the source."""
+    lengths: list[int]
+    """[W] occurrences for each peer."""
+
+
+@dataclass
 class StorePlan:
     """Source side of one store in one batch."""
 
@@ -241,6 +261,11 @@ class StorePlan:
     """float32 [M, dim]: their gradients, summed over the micro-batches so far."""
     occurrences: list[Any]
     """StoreKeys of each micro-batch (all calls of the module, concatenated), None for an empty one."""
+    parts: list[Parts] = field(default_factory=list)
+    """Of each micro-batch; empty where owners pool nothing. Their rows follow those of the M keys in `received` and
+    `gradients`."""
+    bounds: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> float64 [M], what its gradients add to the bound of each key's gradient, where owners pool."""
     peaks: Tensor | None = None
     """float32 [M]: largest magnitude of each gradient that has been sent."""
     last_grads: tuple[Transfer, Transfer] | None = None
@@ -279,6 +304,10 @@ class OwnerKeys:
     """float32 [M, dim]: gradients as received, per source."""
     row_gradients: Tensor | None = None
     """float32 [U, dim], averaged over ranks."""
+    parts: list[Parts] = field(default_factory=list)
+    """Of each micro-batch, what this rank pools; empty where it pools nothing."""
+    bounds: Tensor | None = None
+    """float64 [M]: bound of the largest magnitude of each source's gradient, where this rank pools."""
     urgent: Tensor | None = None
     """bool [U]: early send: rows that the next batch's first micro-batch waits for."""
     last_grads: tuple[Transfer, Transfer] | None = None
@@ -392,6 +421,8 @@ class BatchState:
     """What the pipeline noted before it was drawn."""
     key_sizes: list[list[int]] = field(default_factory=list)
     """[W][num_stores] lengths of the lists that each source announced for this rank's shard."""
+    part_sizes: list[list[int]] = field(default_factory=list)
+    """[W][stores that are pooled at owners] occurrences that each source announced for this rank to pool."""
     weighted_sources: bool = True
     """Whether some rank's model may return weights for this batch, as far as the announcements say."""
     promised_plain: bool = False

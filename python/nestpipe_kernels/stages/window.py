@@ -16,9 +16,10 @@ from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from ..ops.wire_rows import wire_dtype
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
 from .counting import Sent
-from .finite import as_read, note_gradients
+from .finite import as_read, largest, note_gradients
 from .lookup_function import run_lookup
 from .messages import join_rows, message_counts, split_rows
+from .owner_pool import add_gradients, note_bounds, partial_rows
 from .routing import concat_keys
 from .state import BatchState, Inputs, MicroBatch, RankState, StorePlan
 
@@ -45,7 +46,14 @@ def send_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Embeddings that each source needs from here on for micro-batch `micro`, copied out of the buffer."""
     outgoing = [owner.rows[micro] for owner in batch.owner]
     incoming = [plan.rows[micro] for plan in batch.plans]
+    outgoing += [owner.parts[micro].move for owner in batch.owner if owner.parts]
+    incoming += [plan.parts[micro].move for plan in batch.plans if plan.parts]
     post_rows(rank, batch, "rows", ("rows", micro), micro, outgoing, incoming)
+
+
+def _dims(rank: RankState) -> list[int]:
+    """Row lengths of what a message of rows or gradients holds: of every store, then of parts, where owners pool."""
+    return [b.store.dim for b in rank.bindings] + [b.store.dim for b in rank.bindings if b.pooled]
 
 
 def post_rows(
@@ -57,8 +65,9 @@ def post_rows(
     outgoing: list[Transfer],
     incoming: list[Transfer],
 ) -> None:
-    """Send chosen rows of the buffer, of every store; they land with micro-batch `micro`."""
-    dims = [b.store.dim for b in rank.bindings]
+    """Send chosen rows of the buffer, of every store, then sums of rows that are pooled here; they land with
+    micro-batch `micro`."""
+    dims = _dims(rank)
     parts: list[Tensor] = []
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "send_rows", micro):
@@ -67,6 +76,9 @@ def post_rows(
                 store = binding.store
                 wanted = owner.slot[move.positions]
                 parts.append(gather_rows(owner.buffer, wanted, store.dim, data_type=store.data_type))
+            for binding, owner in zip(rank.bindings, batch.owner):
+                if owner.parts:
+                    parts.append(partial_rows(owner, micro, binding.store.dim, binding.store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
         parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(outgoing, dims)]
     world, wire = rank.topology.num_shards, rank.row_wire
@@ -82,11 +94,12 @@ def post_rows(
 
 def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     """Wait for the rows of a micro-batch and put them where its lookups find them."""
-    dims = [b.store.dim for b in rank.bindings]
+    dims = _dims(rank)
+    plans = [*batch.plans, *(plan for plan in batch.plans if plan.parts)]
     for name, moves in batch.arrivals.pop(micro):
         message = batch.land(*name)
         rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.topology.num_shards)
-        for plan, move, part in zip(batch.plans, moves, rows):
+        for plan, move, part in zip(plans, moves, rows):
             scatter_rows(plan.received, move.positions, part)
 
 
@@ -252,15 +265,21 @@ def forward(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     """Summed gradients that are complete with this micro-batch, to their owners; their accumulators are free again."""
-    moves = [plan.grads[micro] for plan in batch.plans]
+    pooled = [plan for plan in batch.plans if plan.parts]
+    moves = [plan.grads[micro] for plan in batch.plans] + [plan.parts[micro].move for plan in pooled]
+    incoming = [owner.grads[micro] for owner in batch.owner]
+    incoming += [owner.parts[micro].move for owner in batch.owner if owner.parts]
     parts = []
-    for plan, move in zip(batch.plans, moves):
+    for plan, move in zip([*batch.plans, *pooled], moves):
         parts.append(gather_rows(plan.gradients, move.positions, plan.gradients.shape[1]))
         zero_rows(plan.gradients, move.positions)
     last = micro == rank.num_micro_batches - 1
-    post_grads(rank, batch, ("grads", micro), parts, moves, [owner.grads[micro] for owner in batch.owner], last)
-    for plan, move, part in zip(batch.plans, moves, parts):
-        _judge_later(rank, plan, move, as_read(part, rank.gradient_wire), micro)
+    post_grads(rank, batch, ("grads", micro), parts, moves, incoming, last)
+    read = [as_read(part, rank.gradient_wire) for part in parts]
+    for plan, move, part in zip(batch.plans, moves, read):
+        _judge_later(rank, plan, move, part, micro)
+    for plan, part in zip(pooled, read[len(batch.plans) :]):
+        note_bounds(plan.bounds[micro], plan.parts[micro], part)
 
 
 def post_grads(
@@ -273,7 +292,7 @@ def post_grads(
     last: bool,
 ) -> None:
     """Send gradients of every store, the last with this rank's divisor: the sum of weights is not known before."""
-    dims = [b.store.dim for b in rank.bindings]
+    dims = _dims(rank)
     world, wire = rank.topology.num_shards, rank.gradient_wire
     lead = torch.full((world,), batch.loss_divisor if last else 1.0, dtype=torch.float32)
     sizes = message_counts(_per_peer(outgoing), dims, world, wire, lead=True)
@@ -287,8 +306,12 @@ def post_grads(
 
 def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor, micro: int) -> None:
     """Note what was sent, for the commit; where it goes in pieces, the sum of the pieces, as the owner adds them."""
-    if not rank.track_use:
+    if plan.parts:
+        plan.bounds[micro] = torch.zeros(len(plan.source.lists.keys), dtype=torch.float64)
+        plan.bounds[micro][move.positions] = largest(part).to(torch.float64)
+    elif not rank.track_use:
         note_gradients(plan, move.positions, part)
+    if plan.parts or not rank.track_use:
         return
     if plan.summed is None:
         plan.summed = torch.zeros_like(plan.gradients)
@@ -304,17 +327,26 @@ def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     if rank.topology.mode == "exact":
         batch.group_grads[micro] = message
         served = rank.topology.sources()
-    put_gradients(rank, batch, micro, message, [owner.grads[micro] for owner in batch.owner], served)
+    moves = [owner.grads[micro] for owner in batch.owner]
+    moves += [owner.parts[micro].move for owner in batch.owner if owner.parts]
+    put_gradients(rank, batch, micro, message, moves, served)
 
 
 def put_gradients(
     rank: RankState, batch: BatchState, micro: int, message: Tensor, moves: list[Transfer], sources: slice
 ) -> None:
-    """The message of some sources (one sparse group) into their boxes."""
-    dims = [b.store.dim for b in rank.bindings]
+    """The message of some sources (one sparse group) into their boxes: of rows, then of parts that were pooled here."""
+    dims = _dims(rank)
     parts, divisors = split_rows(message, _per_peer(moves), dims, rank.gradient_wire, True, rank.topology.num_shards)
     if micro == rank.num_micro_batches - 1:
         batch.divisors[sources] = divisors
     for owner, move, part in zip(batch.owner, moves, parts):
         assert owner.boxes is not None
         scatter_add_rows(owner.boxes, move.positions, part)
+        if owner.bounds is not None:
+            owner.bounds[move.positions] += largest(part)
+    pooled = [owner for owner in batch.owner if owner.parts]
+    for owner, part in zip(pooled, parts[len(batch.owner) :]):
+        assert owner.bounds is not None
+        add_gradients(owner, micro, part)
+        note_bounds(owner.bounds, owner.parts[micro], part)

@@ -20,6 +20,7 @@ from ..comm import InMemoryWorld, SparseGroups, Topology
 from ..jagged import KeyedJaggedTensor
 from ..nn import EmbeddingBagCollection, EmbeddingBagConfig
 from ..ops.owners import default_slice_owner
+from ..stages.owner_pool import select_features
 from ..stages.state import RankState, Source, bind_stores
 from ..types import UNBOUNDED, DataType, PoolingType
 from .explorer import Outcome
@@ -104,7 +105,7 @@ class Scenario:
         tables: what is embedded.
         num_keys: keys per feature, few so that batches share them.
         uneven: ranks end at different batches and have differently many samples, sometimes none.
-        row_transfer, row_wire, gradient_wire, clustering, nan_policy: as in PipelineConfig.
+        row_transfer, row_wire, gradient_wire, owner_pooling, clustering, nan_policy: as in PipelineConfig.
         weight_loss: the model returns weights.
         fetch: the loader gives items, which are made batches one after another, away from the generator.
         sparse_groups: copies of the tables among the ranks.
@@ -121,6 +122,7 @@ class Scenario:
     row_transfer: str = "once"
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
+    owner_pooling: Any = False
     clustering: str = "none"
     nan_policy: str = "raise"
     weight_loss: bool = False
@@ -237,14 +239,18 @@ class Scenario:
             communicator = world.communicator(r)
             model = self.model(communicator, generator)
             modules = {"lookup": model.lookup}
+            bindings = bind_stores(modules)  # type: ignore[arg-type]
+            if self.owner_pooling:
+                select_features(bindings, self.owner_pooling)
             made.append(
                 RankState(
                     communicator,
                     modules,  # type: ignore[arg-type]
-                    bind_stores(modules),  # type: ignore[arg-type]
+                    bindings,
                     default_slice_owner(self.world_size // self.sparse_groups.count),
                     num_micro_batches=self.micro_batches,
                     track_use=self.row_transfer == "per_micro_batch",
+                    owner_pooling_auto=self.owner_pooling == "auto",
                     row_wire=self.row_wire,
                     gradient_wire=self.gradient_wire,
                     clustering=self.clustering == "key",

@@ -23,6 +23,7 @@ def scenario_config(scenario: Scenario, schedule: str, timeout_s: float = 30.0) 
         num_micro_batches=scenario.micro_batches,
         row_transfer=scenario.row_transfer,
         early_send=schedule.endswith("+early"),
+        owner_pooling=scenario.owner_pooling,
         row_wire=scenario.row_wire,
         gradient_wire=scenario.gradient_wire,
         clustering=scenario.clustering,
