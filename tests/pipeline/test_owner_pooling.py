@@ -188,9 +188,9 @@ def test_ranks_must_agree():
 
 def test_a_gradient_that_is_not_finite_raises_and_names_the_keys():
     def body(rank, communicator):
-        with make_pipeline(SmallModel(communicator), owner_pooling=True) as pipeline:
-            with pytest.raises(NonFiniteGradientError, match=r"row gradients \(table 'user' key"):
-                list(pipeline.run([make_batch(rank, bad=1)]))
+        raised = pytest.raises(NonFiniteGradientError, match=r"row gradients \(table 'user' key")
+        with make_pipeline(SmallModel(communicator), owner_pooling=True) as pipeline, raised:
+            list(pipeline.run([make_batch(rank, bad=1)]))
 
     run_ranks_as_threads(2, body)
 

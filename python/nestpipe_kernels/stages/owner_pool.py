@@ -27,7 +27,7 @@ from ..errors import CommunicationError
 from ..ops.bucketize import bucketize
 from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward, pool_forward
-from ..ops.wire_rows import wire_width
+from ..ops.wire_rows import wire_dtype, wire_width
 from ..types import DataType, LookupCall, PoolingType, StoreKeys
 from .finite import largest
 from .state import BatchState, OwnerKeys, Parts, RankState, StoreBinding
@@ -194,15 +194,9 @@ def _saves(rank: RankState, binding: StoreBinding, made: Sequence[_Bags], entrie
         parts += np.bincount(segments[one.starts], minlength=number)
         seen[segments, one.entries] = True
     dim = binding.store.dim
-    width = sum(wire_width(dim, wire) * _itemsize(wire) for wire in (rank.row_wire, rank.gradient_wire))
+    width = sum(wire_width(dim, wire) * wire_dtype(wire).itemsize for wire in (rank.row_wire, rank.gradient_wire))
     result: npt.NDArray[np.bool_] = parts * width + 4 * occurrences < seen.sum(1) * width
     return result
-
-
-def _itemsize(wire: str) -> int:
-    from ..ops.wire_rows import wire_dtype
-
-    return wire_dtype(wire).itemsize
 
 
 def _replace_calls(binding: StoreBinding, calls: dict[str, list[LookupCall]], whole: StoreKeys) -> None:
@@ -259,7 +253,7 @@ def post_parts(rank: RankState, batch: BatchState) -> None:
 def land_parts(rank: RankState, batch: BatchState) -> None:
     """What the sources told: the parts of every micro-batch, sources ascending."""
     message, at = batch.land("keys.parts").numpy(), 0
-    pooled = [(b, o) for b, o in zip(rank.bindings, batch.owner) if b.pooled]
+    pooled = [owner for binding, owner in zip(rank.bindings, batch.owner) if binding.pooled]
     told: list[list[list[npt.NDArray[np.int32]]]] = [[[] for _ in range(rank.num_micro_batches)] for _ in pooled]
     for peer, announced in enumerate(batch.part_sizes):
         for store, total in enumerate(announced):
@@ -270,7 +264,7 @@ def land_parts(rank: RankState, batch: BatchState) -> None:
             for micro, piece in enumerate(np.split(message[at : at + total], np.cumsum(lengths)[:-1])):
                 told[store][micro].append(piece)
             at += total
-    for (binding, owner), micros in zip(pooled, told):
+    for owner, micros in zip(pooled, told):
         owner.parts = [_owner_parts(owner.per_peer, pieces) for pieces in micros]
         owner.bounds = torch.zeros(len(owner.slot), dtype=torch.float64)
 
