@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..comm.router import NEVER, KeyLists, SourceKeys, Transfer
+from ..comm.router import NEVER, SourceKeys, Transfer
 from ..errors import CommunicationError
 from ..ops.bucketize import bucketize
 from ..ops.gather_rows import gather_rows
@@ -119,13 +119,15 @@ def pool_at_owners(
 class _Bags:
     """One micro-batch's occurrences in a store, those to be pooled grouped by owner."""
 
-    def __init__(self, keys: StoreKeys, slots: Tensor, flags: Ints, calls: int, peers: Ints, world: int) -> None:
+    def __init__(
+        self, keys: StoreKeys, slots: Tensor, flags: npt.NDArray[np.bool_], calls: int, peers: Ints, world: int
+    ) -> None:
         self._keys, self._slots = keys, slots.numpy()
         self._bags = np.arange(len(keys.bag_offsets) - 1).repeat(np.diff(keys.bag_offsets.numpy()))
         self._bag_flags = np.tile(flags, calls).repeat(np.diff(np.array(keys.segment_bags)))
-        chosen = self._bag_flags[self._bags]
-        self._kept = np.flatnonzero(~chosen)
-        chosen = np.flatnonzero(chosen & (self._slots >= 0))
+        pooled = self._bag_flags[self._bags]
+        self._kept = np.flatnonzero(~pooled)
+        chosen = np.flatnonzero(pooled & (self._slots >= 0))
         owner = peers[self._slots[chosen]]
         order, lengths = bucketize(torch.from_numpy(owner.astype(np.int32)), world)
         owner, self._chosen = owner[order.numpy()], chosen[order.numpy()]
