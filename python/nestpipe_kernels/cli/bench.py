@@ -119,7 +119,7 @@ def _add_pipeline(cases: Any) -> None:
     case.add_argument(
         "--micro-batches", type=positive, metavar="N", default=None, help="parts of a batch (the shape's)"
     )
-    only = "beside sequential: dbp, fwp, nested, nested+early, async (all)"
+    only = "beside sequential: dbp, fwp, nested, nested+early, nested+pooled, async (all)"
     case.add_argument("--only", nargs="+", metavar="IMPL", default=None, help=only)
     case.add_argument("--peers", action="store_true", help="also TorchRec, if installed")
     case.add_argument("--block", type=positive, default=9, help="counted steps of an implementation in a round")
