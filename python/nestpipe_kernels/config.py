@@ -11,6 +11,7 @@ __all__ = ["PipelineConfig", "default_threads", "environment", "launched_ranks",
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 WIRE_FORMATS = ("fp32", "bf16", "fp16", "int8")
+MOST_MICRO_BATCHES = 4095
 
 
 def environment(name: str, default: str) -> str:
@@ -147,8 +148,8 @@ class PipelineConfig:
             raise ValueError(f"num_micro_batches must be an integer >= 1 or 'auto', got {number!r}")
         if self.row_transfer == "per_micro_batch" and number > 63:
             raise ValueError(f"num_micro_batches must be <= 63 with row_transfer='per_micro_batch', got {number}")
-        if number > 4095:
-            raise ValueError(f"num_micro_batches must be <= 4095, got {number}")
+        if number > MOST_MICRO_BATCHES:
+            raise ValueError(f"num_micro_batches must be <= {MOST_MICRO_BATCHES}, got {number}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

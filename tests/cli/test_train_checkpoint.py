@@ -16,7 +16,7 @@ from nestpipe_kernels.cli.main import main
 from nestpipe_kernels.errors import CheckpointError
 
 SMALL = ["--batch-size", "24", "--dim", "8", "--micro-batches", "3", "--optimizer", "adam"]
-COMMAND = [sys.executable, "-m", "nestpipe_kernels", "train", *SMALL]
+COMMAND = [sys.executable, "-m", "nestpipe_kernels"]
 
 
 def contents(directory: Path) -> dict[str, object]:
@@ -56,16 +56,24 @@ def command_line(pid: str) -> bytes:
         return b""
 
 
-@pytest.mark.multiprocess
-@pytest.mark.timeout(600)  # three runs of several processes each
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_fault_42_44_killed_and_continued_equals_one_run(tmp_path, nproc) -> None:
-    ranks = ["--nproc", str(nproc), "--timeout", "30"]
-    whole = [*COMMAND, *ranks, "--steps", "20", "--checkpoint", str(tmp_path / "whole")]
-    done = subprocess.run([*whole, "--json", str(tmp_path / "whole.json")], capture_output=True, text=True, timeout=200)
+def run(arguments: list[str], nproc: int, capfd) -> str:
+    """Train; what was printed. One rank trains in this process: starting another takes far longer than 20 steps."""
+    if nproc == 1:
+        assert main(arguments) == 0
+        return capfd.readouterr().out
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    parts = [*COMMAND, *ranks, "--steps", "20", "--checkpoint", str(tmp_path / "parts")]
-    slowly = [*parts, "--checkpoint-every", "4", "--emulate-accelerator", "200"]
+    return done.stdout
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_fault_42_44_killed_and_continued_equals_one_run(tmp_path, capfd, nproc) -> None:
+    arguments = ["train", *SMALL, "--nproc", str(nproc), "--timeout", "30", "--steps", "20", "--checkpoint"]
+    run([*arguments, str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")], nproc, capfd)
+    parts = [*arguments, str(tmp_path / "parts")]
+    slowly = [*COMMAND, *parts, "--checkpoint-every", "4", "--emulate-accelerator", "200"]
     process = subprocess.Popen(
         slowly, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -78,13 +86,23 @@ def test_fault_42_44_killed_and_continued_equals_one_run(tmp_path, nproc) -> Non
     wait_for_end_of(str(tmp_path / "parts"))  # ranks end when their launcher's pipe closes
     reached = steps_of(tmp_path / "parts")
     assert 8 <= reached < 20
-    again = subprocess.run(
-        [*parts, "--json", str(tmp_path / "parts.json")], capture_output=True, text=True, timeout=200
-    )
-    assert again.returncode == 0, again.stderr
-    assert f"continues from step {reached} (" in again.stdout
+    said = run([*parts, "--json", str(tmp_path / "parts.json")], nproc, capfd)
+    assert f"continues from step {reached} (" in said
     assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
     assert [each[reached:] for each in losses(tmp_path / "whole.json")] == losses(tmp_path / "parts.json")
+
+
+def test_a_run_that_ends_before_it_saves_leaves_no_directory(tmp_path, monkeypatch) -> None:
+    from nestpipe_kernels.cli import train
+
+    def interrupted(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_once", interrupted)
+    (tmp_path / "own").mkdir()
+    for directory in ("new/deep", "own"):
+        assert main(["train", *SMALL, "--steps", "1", "--checkpoint", str(tmp_path / directory)]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
 def test_more_steps_and_nothing_left_to_do(tmp_path, capsys) -> None:

@@ -49,13 +49,21 @@ def test_short_rows_on_the_wire_are_identical_too(capsys, monkeypatch) -> None:
 
 def test_early_send_is_identical_too(capsys) -> None:
     assert main(["train", "--compare", "--early-send", *SMALL]) == 0
-    assert "result: identical (nested against sequential: losses of 4 steps" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "result: identical (nested against sequential: losses of 4 steps" in text
+    assert [line.split(" ")[0] for line in text.splitlines() if " | " in line] == [
+        "schedule",
+        "sequential",
+        "nested+early",
+    ]
 
 
 def test_the_number_of_micro_batches_can_be_left_to_measurement(capsys) -> None:
     settings = ["--micro-batches", "auto", "--steps", "24", "--emulate-accelerator", "8"]
     assert main(["train", *SMALL, *settings]) == 0
-    assert re.search(r"nested: [1-9][0-9]* micro-batches chosen", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert re.search(r"nested: [1-9][0-9]* micro-batches chosen", text)
+    assert "median ms of the last 8 steps" in text  # the first 16 were trials
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

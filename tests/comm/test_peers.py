@@ -106,6 +106,7 @@ def test_a_board_tells_what_runs_and_what_waits():
     board.begin_wait(KEYS, 9)
     view = board.view(0)
     assert view.doing() == ", waiting in gather of batch 4"
+    assert view.doing(ended=True) == ", while it was waiting in gather of batch 4"
     assert [(wait.purpose, wait.number) for wait in view.waits] == [(KEYS, 9)]
     board.end_wait()
     assert board.view(0).running == ["gather of batch 4"]

@@ -49,7 +49,7 @@ def test_groups_that_the_ranks_do_not_form():
         collection(None, "2")
     with pytest.raises(ValueError, match=r"sparse_groups=2 needs an optimizer"):
         nk.EmbeddingBagCollection([nk.EmbeddingBagConfig(9, 4, "t")], process_group=world, sparse_groups=2)
-    with pytest.raises(ValueError, match=r"2 groups do not divide the 1 ranks"):
+    with pytest.raises(ValueError, match=r"2 groups do not divide the 1 rank of the process group; choose 1$"):
         collection(None, 2)
 
 

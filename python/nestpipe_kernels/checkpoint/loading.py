@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..config import MOST_MICRO_BATCHES
 from ..errors import CheckpointError
 from ..ops.owners import default_slice_owner
 from ..pipeline.random_state import RandomState, restore_random
@@ -145,9 +146,10 @@ class Loading:
 
     def _micro_batches_saved(self) -> int | None:
         number = self._manifest.position.get("num_micro_batches")
-        if number is not None and (type(number) is not int or not 1 <= number <= 4095):
+        if number is not None and (type(number) is not int or not 1 <= number <= MOST_MICRO_BATCHES):
             raise CheckpointError(
-                f"checkpoint: {self._path}: position.num_micro_batches must lie in 1 .. 4095, got {number!r}"
+                f"checkpoint: {self._path}: position.num_micro_batches must lie in 1 .. {MOST_MICRO_BATCHES}, got "
+                f"{number!r}"
             )
         return number
 

@@ -18,7 +18,7 @@ from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.errors import CheckpointError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 
-__all__ = ["Checkpoints", "check_directory", "saved_steps"]
+__all__ = ["Checkpoints", "check_directory", "remove_empty", "saved_steps"]
 
 _NAME = "nestpipe_train"
 _FLAGS = ("data", "model", "dim", "optimizer", "lr", "dense_lr", "seed")
@@ -81,14 +81,18 @@ class Checkpoints:
             print(text, flush=True)
 
 
-def check_directory(options: TrainOptions) -> None:
+def check_directory(options: TrainOptions) -> list[Path]:
     """Make the directory, and see whether what is in it can be continued; before anything long begins.
+
+    Returns:
+        The directories that were made, the innermost first; see `remove_empty`.
 
     Raises:
         CheckpointError: another run's checkpoint, or a damaged one. OSError: a directory that cannot be used.
     """
     assert options.checkpoint is not None
     path = Path(options.checkpoint)
+    made = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -97,6 +101,16 @@ def check_directory(options: TrainOptions) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "this user may not write to --checkpoint; choose another directory", str(path))
     saved_steps(options)
+    return made
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Remove directories that `check_directory` made and nothing was saved in."""
+    for directory in directories:
+        try:
+            directory.rmdir()
+        except OSError:
+            return
 
 
 def saved_steps(options: TrainOptions) -> int | None:

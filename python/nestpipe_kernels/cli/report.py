@@ -39,7 +39,7 @@ def table(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:
         numbers = means(per_rank)
         speedup = first["step_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
         cells = [f"{numbers[name]:.2f}" for _, name in COLUMNS]
-        rows.append([per_rank[0].schedule, *cells, *([f"{speedup:.2f}x"] * compared)])
+        rows.append([_shown(options, per_rank[0].schedule), *cells, *([f"{speedup:.2f}x"] * compared)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -54,6 +54,10 @@ def table(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:
     if options.emulate_accelerator is not None:
         lines.append(f"emulated accelerator: {options.emulate_accelerator:g} ms of every step's compute is a wait")
     return lines
+
+
+def _shown(options: TrainOptions, schedule: str) -> str:
+    return "nested+early" if options.early_send and schedule == "nested" else schedule
 
 
 def explain(options: TrainOptions, runs: list[list[TrainingRun]]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe_kernels import optim
-from nestpipe_kernels.cli.checkpointing import Checkpoints, check_directory, saved_steps
+from nestpipe_kernels.cli.checkpointing import Checkpoints, check_directory, remove_empty, saved_steps
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.report import explain, table
 from nestpipe_kernels.cli.snapshot import first_difference
@@ -49,10 +49,18 @@ def train(options: TrainOptions, arguments: Sequence[str]) -> int:
         NestPipeError: training failed, or ResultsDifferError.
     """
     launched = bool(process_environment().get("RANK"))
+    made: list[Path] = []
     if not launched:
         _check_outputs(options)
         if options.checkpoint is not None:
-            check_directory(options)
+            made = check_directory(options)
+    try:
+        return _start(options, arguments, launched)
+    finally:
+        remove_empty(made)
+
+
+def _start(options: TrainOptions, arguments: Sequence[str], launched: bool) -> int:
     if options.nproc > 1 and not launched:
         dataset = _open(options)  # bad data is one error here, not one of each rank
         _check_size(dataset, options.nproc)

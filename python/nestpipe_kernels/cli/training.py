@@ -17,8 +17,10 @@ from nestpipe_kernels.cli.checkpointing import Checkpoints
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.snapshot import Snapshot, take_snapshot
 from nestpipe_kernels.config import PipelineConfig, default_threads, process_environment
+from nestpipe_kernels.pipeline.micro_choice import TRIAL_STEPS
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.trace import Span
+from nestpipe_kernels.trace.summary import summarize
 
 __all__ = ["TrainingRun", "torch_threads", "train_once"]
 
@@ -102,6 +104,11 @@ def _with_wait(seconds: Callable[[], float]) -> Callable[[Any, Any], Any]:
     return loss_fn
 
 
+def _settled(spans: list[Span]) -> list[Span]:
+    """Without the steps that tried numbers of micro-batches; all of them where there are no others."""
+    return [span for span in spans if span.batch >= TRIAL_STEPS] or spans
+
+
 def train_once(
     options: TrainOptions,
     schedule: str,
@@ -156,11 +163,12 @@ def train_once(
         seconds = time.perf_counter() - started
         if options.micro_batches == "auto" and rank == 0:
             print(f"{schedule}: {pipeline.num_micro_batches} micro-batches chosen by measurement", flush=True)
+        spans = pipeline.timeline.to_events()
         return TrainingRun(
             schedule,
             torch.stack(losses) if losses else torch.zeros(0),
-            pipeline.timeline.summary(),
-            pipeline.timeline.to_events(),
+            summarize(_settled(spans) if options.micro_batches == "auto" else spans),
+            spans,
             seconds,
             samples,
             take_snapshot(model, dense) if snapshot else None,

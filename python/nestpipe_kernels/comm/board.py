@@ -59,11 +59,12 @@ class PageView:
     """Stages under way that wait for an exchange."""
     waits: list[WaitingStage] = field(default_factory=list)
 
-    def doing(self) -> str:
-        """`, in gather of batch 4`, or nothing where no stage is under way."""
+    def doing(self, ended: bool = False) -> str:
+        """`, in gather of batch 4`, or nothing where no stage is under way. `ended`: a rank that waits no more."""
         if self.running:
             return f", in {' and '.join(self.running)}"
-        return f", waiting in {' and '.join(self.waiting)}" if self.waiting else ""
+        waiting = "while it was waiting in" if ended else "waiting in"
+        return f", {waiting} {' and '.join(self.waiting)}" if self.waiting else ""
 
 
 class Board:

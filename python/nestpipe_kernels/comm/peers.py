@@ -117,7 +117,9 @@ class PeerProcesses:
         gone = [r for r in self._peers() if self._has_ended(r)]
         silent = [rank for rank in gone if rank not in views or views[rank].note is None]
         if silent:
-            return "; ".join(f"{self._name(r)} has ended{views[r].doing() if r in views else ''}" for r in silent)
+            return "; ".join(
+                f"{self._name(r)} has ended{views[r].doing(ended=True) if r in views else ''}" for r in silent
+            )
         stopped = [rank for rank in views if self._state(rank) in ("T", "t")]
         if stopped:
             return "; ".join(f"{self._name(r)} is stopped{views[r].doing()}" for r in stopped)

@@ -83,8 +83,8 @@ class Topology:
         if world.size % settings.count:
             fitting = [str(n) for n in range(1, world.size + 1) if world.size % n == 0]
             raise ValueError(
-                f"sparse_groups: {settings.count} groups do not divide the {world.size} ranks of the process group; "
-                f"choose one of {', '.join(fitting)}"
+                f"sparse_groups: {settings.count} groups do not divide the {world.size} rank{'s' * (world.size > 1)} "
+                f"of the process group; choose {'one of ' * (world.size > 1)}{', '.join(fitting)}"
             )
         self.num_groups = settings.count
         self.num_shards = world.size // settings.count

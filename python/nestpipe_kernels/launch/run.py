@@ -240,11 +240,13 @@ class _Launcher:
             return None, True
 
     def _pass_on(self, dead: Child) -> None:
-        """A killed rank says nothing: what another one has seen of it (in which stage it was, for one)."""
+        """A killed rank says nothing: what another one has seen of it (in which stage it was, for one). Rank 0's words
+        have been passed on already."""
         for child in self._children:
             words = [line for line in child.tail[-_ABORT_LINES:] if any(word in line for word in SECONDARY)]
             if child is not dead and words and f"rank {dead.rank} " in words[-1]:
-                _say(f"rank {child.rank} said: {words[-1]}")
+                if child.rank != 0:
+                    _say(f"rank {child.rank} said: {words[-1]}")
                 return
 
     def _report(self) -> int:

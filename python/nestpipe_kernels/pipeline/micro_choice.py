@@ -19,12 +19,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatchChoice", "best_micro_batches"]
+__all__ = ["TRIAL_STEPS", "MicroBatchChoice", "best_micro_batches"]
 
 PROBES = (2, 8)
 """Numbers of micro-batches that are tried, in this order."""
 WARM_STEPS, MEASURED_STEPS = 3, 5
 """Steps with each: first ones that are not looked at (rows are new, caches cold), then ones that are."""
+TRIAL_STEPS = len(PROBES) * (WARM_STEPS + MEASURED_STEPS)
+"""Steps until a number is chosen."""
 CANDIDATES = (1, 2, 4, 8, 16, 32)
 LEAST_COST_US = 100
 """A micro-batch costs at least this, whatever noise says."""
@@ -73,7 +75,7 @@ class MicroBatchChoice:
     @property
     def settled(self) -> bool:
         """Whether all probes are through, so that what `next_step` says stays."""
-        return self._step >= len(PROBES) * (WARM_STEPS + MEASURED_STEPS)
+        return self._step >= TRIAL_STEPS
 
     def next_step(self) -> int:
         """Micro-batches of the step that begins; collective once the probes are through."""

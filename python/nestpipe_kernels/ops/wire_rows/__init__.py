@@ -6,26 +6,16 @@ and "fp16" round every element to nearest, ties to even; "int8" counts steps of 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...config import WIRE_FORMATS
 from .. import _row_checks as checks
 from . import native, reference
+from .formats import wire_dtype, wire_width
 
 __all__ = ["decode_rows", "encode_rows", "wire_dtype", "wire_width"]
 
 OPERATION = "wire_rows"
-
-
-def wire_dtype(wire: str) -> torch.dtype:
-    """Of a message's elements: float32, or uint8."""
-    return torch.float32 if wire == "fp32" else torch.uint8
-
-
-def wire_width(dim: int, wire: str) -> int:
-    """Elements of the message (of `wire_dtype`) that a row of `dim` takes."""
-    return {"fp32": dim, "bf16": 2 * dim, "fp16": 2 * dim, "int8": 4 + dim}[wire]
 
 
 def encode_rows(rows: Tensor, wire: str, *, implementation: str = "native") -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..._native import core
 from ...config import WIRE_FORMATS
 from .._row_checks import pointer
+from .formats import wire_dtype, wire_width
 
 __all__ = ["decode_rows", "encode_rows"]
 
@@ -15,7 +16,7 @@ __all__ = ["decode_rows", "encode_rows"]
 def encode_rows(rows: Tensor, wire: str) -> Tensor:
     """Arguments as checked by the package."""
     size, dim = rows.shape
-    message = torch.empty(size, 4 + dim if wire == "int8" else 2 * dim, dtype=torch.uint8)
+    message = torch.empty(size, wire_width(dim, wire), dtype=wire_dtype(wire))
     core().encode_rows(WIRE_FORMATS.index(wire), (pointer(rows), size, rows.stride(0)), dim, pointer(message))
     return message
 
