@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import nestpipe_kernels as nk
-from nestpipe_kernels.bench.lines import print_lines, spread, use_threads
+from nestpipe_kernels.bench.case import Implementation, Setup
+from nestpipe_kernels.bench.machine_floor import lines_of
 from nestpipe_kernels.bench.peers import Peer, Shape, available_peers
 from nestpipe_kernels.bench.zipf import draw_spread, spread_places, zipf_cdf
-from nestpipe_kernels.launch.machine import facts
+from nestpipe_kernels.cli.options import exponent, positive
 from nestpipe_kernels.types import SparseOptimizer
 
-__all__ = ["Ours", "make_batches", "run"]
+__all__ = ["Ours", "add_options", "make_batches", "setups"]
 
+MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
+"""Update rules that a peer has, too."""
 NUM_BATCHES = 4
 """Distinct batches, used in turn: rows of one do not stay in the caches until it comes again."""
 LEARNING_RATE = 0.05
@@ -66,28 +68,44 @@ def make_batches(shape: Shape, seed: int) -> list[Tensor]:
     return [torch.from_numpy(draw_spread(cdf, places, generator, shape.batch * shape.bag)) for _ in range(NUM_BATCHES)]
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Check that all implementations agree, time them in turn, print one JSON line each.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The case's own options; without any, its default shape."""
+    parser.add_argument("--tables", type=positive, default=4, help="number of tables")
+    parser.add_argument("--rows", type=positive, default=1_000_000, help="rows of a table")
+    parser.add_argument("--dim", type=positive, default=64, help="size of an embedding")
+    parser.add_argument("--batch", type=positive, default=2048, help="samples of a step")
+    parser.add_argument("--bag", type=positive, default=20, help="keys of a bag")
+    parser.add_argument("--zipf", type=exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    parser.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
 
-    Raises:
-        ValueError: a peer computes something else; nothing was timed.
-    """
+
+def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
+    """The one shape of the options. Its check raises ValueError where a peer computes something else."""
     shape = Shape(parsed.tables, parsed.rows, parsed.dim, parsed.batch, parsed.bag, parsed.zipf)
-    threads = use_threads(parsed.threads)
     batches = make_batches(shape, parsed.seed)
     grad = torch.randn(shape.batch, shape.tables * shape.dim, generator=torch.Generator().manual_seed(parsed.seed))
-    implementations: list[Peer] = [Ours(shape, parsed.optimizer)]
+    all_of: list[Peer] = [Ours(shape, parsed.optimizer)]
+    missing: list[str] = []
+    touched: list[Tensor] = []
     if parsed.peers:
         touched = [torch.cat([ids[t] for ids in batches]).unique() for t in range(shape.tables)]  # type: ignore[no-untyped-call]
-        initial = [implementations[0].rows(t, touched[t]) for t in range(shape.tables)]
+        initial = [all_of[0].rows(t, touched[t]) for t in range(shape.tables)]
         peers, missing = available_peers(shape, parsed.optimizer, LEARNING_RATE, touched, initial)
-        implementations += peers
-        for line in missing:
-            print(f"left out: {line} (make peers installs it)", file=sys.stderr)
-        _check_equal(implementations, batches, grad, touched)
-    times = _measure(implementations, batches, grad, parsed.repeat)
-    _print_lines(parsed, shape, threads, times, batches)
-    return 0
+        all_of += peers
+    distinct = sum(len(row.unique()) for row in batches[0])  # type: ignore[no-untyped-call]
+    keys, bags, row_bytes = batches[0].numel(), shape.batch * shape.tables, 4 * shape.dim
+    yield Setup(
+        shape={**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
+        implementations=[
+            Implementation(one.name, lambda k, one=one: one.step(batches[k % len(batches)], grad))
+            for one in all_of
+        ],
+        # Keys; bags out and their gradients in; rows written. Each distinct row is read in forward and in the update.
+        bytes_streamed=8 * keys + 2 * bags * row_bytes + distinct * row_bytes,
+        random_lines=2 * distinct * lines_of(row_bytes),
+        missing=[f"{line} (make peers installs it)" for line in missing],
+        check=lambda: _check_equal(all_of, batches, grad, touched),
+    )
 
 
 def _check_equal(implementations: list[Peer], batches: list[Tensor], grad: Tensor, touched: list[Tensor]) -> None:
@@ -101,39 +119,3 @@ def _check_equal(implementations: list[Peer], batches: list[Tensor], grad: Tenso
                 f"bench train_step: {peer.name} differs from nestpipe by {worst:.3g} in outputs and {rows:.3g} in "
                 "rows; nothing was timed"
             )
-    print(f"results of {', '.join(p.name for p in implementations)} agree", file=sys.stderr)
-
-
-def _measure(implementations: list[Peer], batches: list[Tensor], grad: Tensor, repeat: int) -> dict[str, list[float]]:
-    """Milliseconds of every step; implementations take turns, so that drift of the machine meets all alike."""
-    times: dict[str, list[float]] = {one.name: [] for one in implementations}
-    last_report = time.perf_counter()
-    for k in range(-len(batches), repeat):  # the first round touches every row once
-        for one in implementations:
-            start = time.perf_counter()
-            one.step(batches[k % len(batches)], grad)
-            if k >= 0:
-                times[one.name].append((time.perf_counter() - start) * 1e3)
-        if time.perf_counter() - last_report > 5:
-            last_report = time.perf_counter()
-            print(f"train_step: {max(k + 1, 0)} of {repeat} rounds", file=sys.stderr)
-    return times
-
-
-def _print_lines(
-    parsed: argparse.Namespace, shape: Shape, threads: int, times: dict[str, list[float]], batches: list[Tensor]
-) -> None:
-    distinct = sum(len(set(row.tolist())) for row in batches[0])
-    lines = [
-        {
-            "case": "train_step",
-            "shape": {**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
-            "impl": name,
-            "dtype": "float32",
-            "threads": threads,
-            **spread(milliseconds),
-            **facts(),
-        }
-        for name, milliseconds in times.items()
-    ]
-    print_lines(parsed, lines)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from nestpipe_kernels.cli.options import positive
+from nestpipe_kernels.cli.options import exponent, positive
+from nestpipe_kernels.cli.parser import LazyParser
 
 __all__ = ["add_bench"]
+
+KERNEL_CASES = {
+    "intersect": "the rows that two lists of keys have in common",
+    "row_sync": "rows copied from one buffer to places of another",
+    "train_step": "lookup and pooling, backward, and row update of one step on one process, without a dense part",
+}
+"""Modules of nestpipe_kernels.bench on the frame of its module `case`, and what each measures."""
 
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
@@ -27,8 +34,9 @@ def add_bench(commands: Any) -> None:
         help="measure a case of the suite, alone or beside its peers",
         description="Measures a case and prints one JSON line for each implementation.",
     )
-    cases = parser.add_subparsers(dest="case", metavar="CASE", required=True)
-    _add_train_step(cases)
+    cases = parser.add_subparsers(dest="case", metavar="CASE", required=True, parser_class=LazyParser)
+    for name in KERNEL_CASES:
+        _add_kernel_case(cases, name)
     _add_evict(cases)
     _add_checkpoint(cases)
     _add_scheduler(cases)
@@ -49,18 +57,26 @@ def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
     return case
 
 
-def _add_train_step(cases: Any) -> None:
-    text = "lookup and pooling, backward, and row update of one step on one process, without a dense part"
-    case = _add_case(cases, "train_step", text)
-    case.add_argument("--tables", type=positive, default=4, help="number of tables")
-    case.add_argument("--rows", type=positive, default=1_000_000, help="rows of a table")
-    case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
-    case.add_argument("--batch", type=positive, default=2048, help="samples of a step")
-    case.add_argument("--bag", type=positive, default=20, help="keys of a bag")
-    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
-    case.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
-    case.add_argument("--repeat", type=positive, default=20, help="timed steps of each")
-    case.add_argument("--peers", action="store_true", help="also nn.EmbeddingBag and, if installed, FBGEMM")
+def _add_kernel_case(cases: Any, name: str) -> None:
+    """A case on bench/case.py: several in one command, or one alone with the options its module gives."""
+    text = KERNEL_CASES[name]
+    case = cases.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. Several of {', '.join(KERNEL_CASES)} may stand in one command; each "
+        "then has its default shapes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        module=f"nestpipe_kernels.bench.{name}",
+    )
+    case.add_argument("more", metavar="CASE", nargs="*", default=[], help="further kernel cases")
+    case.add_argument("--threads", type=positive, nargs="+", default=None, help="thread counts, one after the other")
+    case.add_argument("--seed", type=int, default=0, help="seed of keys and values")
+    case.add_argument("--repeat", type=positive, default=20, help="timed steps of each, at most")
+    case.add_argument("--peers", action="store_true", help="also what others have for it, where installed")
+    case.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    case.add_argument("--plot", metavar="DIR", default=None, help="draw a picture of each case into this folder")
+    case.add_argument("--compare", metavar="REV", default=None, help="beside the package as of a git revision")
+    case.set_defaults(run=_run)
 
 
 def _add_evict(cases: Any) -> None:
@@ -68,7 +84,7 @@ def _add_evict(cases: Any) -> None:
     case = _add_case(cases, "evict", text)
     case.add_argument("--rows", type=positive, default=1_000_000, help="capacity of the table that evicts")
     case.add_argument("--keys", type=positive, default=20_000_000, help="ids of the Zipf stream")
-    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the Zipf stream")
+    case.add_argument("--zipf", type=exponent, default=1.05, help="skew of the Zipf stream")
     case.add_argument("--batch", type=positive, default=65_536, help="keys of a call")
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     case.add_argument("--slack", type=float, default=0.0625, help="part of the capacity that is freed at once")
@@ -137,7 +153,7 @@ def _add_tier(cases: Any) -> None:
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     case.add_argument("--batch", type=positive, default=1024, help="samples of a step")
     case.add_argument("--bag", type=positive, default=5, help="keys of a bag")
-    case.add_argument("--zipf", type=_exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    case.add_argument("--zipf", type=exponent, default=1.05, help="skew of the keys; 0 is uniform")
     case.add_argument("--dense", choices=("cpu", "emulated"), default="cpu", help="a real dense part, or a timed wait")
     case.add_argument("--hidden", type=positive, default=1024, help="width of the real dense part's two hidden layers")
     case.add_argument("--compute-ms", type=float, default=150.0, help="time of the emulated dense part")
@@ -158,19 +174,15 @@ def _add_cluster(cases: Any) -> None:
     case.add_argument("--peers", action="store_true", help="also Mt-KaHyPar, if installed")
 
 
-def _exponent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
-    return value
-
-
 def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     # By name: the suite's folder lies outside the package's source folder and joins it in the wheel.
-    name = f"nestpipe_kernels.bench.{parsed.case}"
+    module = parsed.case
+    if parsed.case in KERNEL_CASES:
+        unknown = [name for name in parsed.more if name not in KERNEL_CASES]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not a kernel case; they are {', '.join(KERNEL_CASES)}")
+        module = "case" if parsed.compare is None else "compare"
+    name = f"nestpipe_kernels.bench.{module}"
     try:
         case = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -5,26 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from nestpipe_kernels import __version__
 from nestpipe_kernels.cli.bench import add_bench
 from nestpipe_kernels.cli.checkpoint import add_checkpoint
 from nestpipe_kernels.cli.doctor import add_doctor
 from nestpipe_kernels.cli.options import add_train
+from nestpipe_kernels.cli.parser import OneLineParser
 from nestpipe_kernels.config import environment
 from nestpipe_kernels.errors import NestPipeError
 
 __all__ = ["main"]
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-
-
-class _Parser(argparse.ArgumentParser):
-    """One line on bad arguments instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+FAILED, INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +55,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="nestpipe",
         description="Nested-pipeline training of recommenders with huge embedding tables: the same result, with "
         "lookups and exchanges hidden behind the dense computation.",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, process_environment
 
-__all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "positive"]
+__all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "exponent", "positive"]
 
 OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "adamw", "row_wise_adam", "ftrl", "lamb")
 TIMELINE_SUFFIXES = (".html", ".json", ".png")
@@ -78,6 +78,17 @@ class TrainOptions:
     def schedules(self) -> tuple[str, ...]:
         """What to run, in order."""
         return ("sequential", self.schedule) if self.compare else (self.schedule,)
+
+
+def exponent(text: str) -> float:
+    """A skew given as text: a finite number >= 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
+    return value
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,174 @@
+"""The frame of the kernel cases: lines, turns, checks, floors, several cases in a command, pictures, revisions."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import nestpipe_kernels
+from nestpipe_kernels.cli import bench as command
+from nestpipe_kernels.cli.main import main
+
+case = pytest.importorskip("nestpipe_kernels.bench.case", reason="the suite comes with the installed package")
+from nestpipe_kernels.bench import compare, machine_floor  # noqa: E402
+
+FIELDS = {
+    "case", "shape", "impl", "dtype", "threads", "median_ms", "p20_ms", "p80_ms", "gb_per_s", "fraction_of_floor",
+    "versions", "cpu",
+}  # fmt: skip
+SMALL = {
+    "intersect": ["--keys", "3000", "500", "--repeat", "2"],
+    "row_sync": ["--rows", "300", "--dim", "8", "20", "--repeat", "2"],
+}
+
+
+def _lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def toys(monkeypatch) -> dict[str, list]:
+    """Two cases `toy` and `toyish` whose implementations only note what is called."""
+    calls: dict[str, list] = {"toy": [], "toyish": []}
+    for name, called in calls.items():
+        module = types.ModuleType(f"nestpipe_kernels.bench.{name}")
+
+        def add_options(parser, name=name) -> None:
+            parser.add_argument("--size", type=int, default=len(name))
+
+        def setups(parsed, called=called):
+            def step(impl: str):
+                return lambda k: called.append((impl, k)) or torch.arange(parsed.size)
+
+            ours, peer = case.Implementation("ours", step("ours")), case.Implementation("peer", step("peer"))
+            yield case.Setup({"size": parsed.size}, [ours, peer] if parsed.peers else [ours], 4e6, 1e3)
+
+        module.add_options, module.setups = add_options, setups
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(command, "KERNEL_CASES", dict.fromkeys(calls, "a toy"))
+    return calls
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_case_prints_a_line_for_each_shape_implementation_and_thread_count(capsys, tmp_path, name: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert main(["bench", name, *SMALL[name], "--peers", "--threads", "1", "2", "--json", str(path)]) == 0
+    lines = _lines(capsys.readouterr().out)
+    assert lines == _lines(path.read_text())
+    assert len(lines) >= 2 * 2 * 2
+    assert {line["threads"] for line in lines} == {1, 2}
+    for line in lines:
+        assert set(line) == FIELDS
+        assert (line["case"], lines[0]["impl"]) == (name, "nestpipe")
+        assert 0 < line["p20_ms"] <= line["median_ms"] <= line["p80_ms"]
+        assert line["gb_per_s"] > 0 and line["fraction_of_floor"] > 0
+
+
+def test_several_cases_have_their_default_shapes(capsys, toys) -> None:
+    assert main(["bench", "toy", "toyish", "--peers", "--repeat", "2"]) == 0
+    lines = _lines(capsys.readouterr().out)
+    assert [(x["case"], x["shape"]["size"], x["impl"]) for x in lines] == [
+        ("toy", 3, "ours"), ("toy", 3, "peer"), ("toyish", 6, "ours"), ("toyish", 6, "peer"),
+    ]  # fmt: skip
+
+
+def test_one_case_has_its_own_options_and_several_do_not_mix_them(capsys, toys) -> None:
+    assert main(["bench", "toyish", "--size", "9", "--repeat", "1"]) == 0
+    assert [x["shape"]["size"] for x in _lines(capsys.readouterr().out)] == [9]
+    assert main(["bench", "toy", "toyish", "--size", "9", "--repeat", "1"]) == 1
+    assert "--size goes with one case alone" in capsys.readouterr().err
+
+
+def test_unknown_further_case_is_named(capsys) -> None:
+    assert main(["bench", "intersect", "tier"]) == 1
+    assert "tier is not a kernel case; they are" in capsys.readouterr().err
+
+
+def test_implementations_take_turns_after_a_check(capsys, toys) -> None:
+    assert main(["bench", "toy", "--peers", "--repeat", "2"]) == 0
+    check, rounds = toys["toy"][:2], toys["toy"][2:]
+    assert check == [("ours", 0), ("peer", 0)]
+    assert rounds == [(impl, k) for k in (-2, -1, 0, 1) for impl in ("ours", "peer")]
+
+
+def test_preparation_is_not_timed_and_the_budget_ends_the_rounds(capsys) -> None:
+    prepared: list[int] = []
+
+    def prepare(k: int) -> None:
+        prepared.append(k)
+        time.sleep(0.02)
+
+    times = case.measure([case.Implementation("x", lambda k: None, prepare)], repeat=1000, budget_s=0.1)
+    assert prepared[:3] == [-2, -1, 0]
+    assert 1 <= len(times["x"]) < 20
+    assert min(times["x"]) < 20
+    assert "of 1000 rounds" in capsys.readouterr().err
+
+
+def test_result_that_differs_is_not_timed() -> None:
+    right = case.Implementation("right", lambda k: (torch.arange(3), torch.zeros(2)))
+    for other in ((torch.arange(3), torch.ones(2)), (torch.arange(3),), (torch.arange(4), torch.zeros(2))):
+        wrong = case.Implementation("wrong", lambda k, other=other: other)
+        with pytest.raises(ValueError, match="bench toy: wrong computes something else than right; nothing was timed"):
+            case.check_equal("toy", [right, wrong])
+    case.check_equal("toy", [right, right])
+
+
+def test_floor_counts_bytes_and_lines() -> None:
+    machine = machine_floor.MachineFloor(1, bytes_per_s=1e9, lines_per_s=1e6)
+    assert machine_floor.floor_ms(3e6, 2e3, machine) == pytest.approx(5.0)
+    assert [machine_floor.lines_of(n) for n in (4, 64, 65, 256)] == [1, 1, 2, 4]
+    setup = case.Setup({}, [], bytes_streamed=1e8, random_lines=1e6)
+    (line,) = case.lines("toy", 1, setup, {"x": [40.0]})
+    assert line["fraction_of_floor"] == pytest.approx((10 + 10) / 40)
+    assert line["gb_per_s"] == pytest.approx(0.164 / 0.040)
+
+
+def test_machine_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(machine_floor, "COPY_FLOATS", 1 << 18)
+    monkeypatch.setattr(machine_floor, "RANDOM_LINES", 1 << 14)
+    threads = torch.get_num_threads()
+    found = machine_floor.machine_floor.__wrapped__(1)
+    assert found.bytes_per_s > 0 and found.lines_per_s > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_pictures_are_drawn(capsys, tmp_path, toys) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["bench", "toy", "toyish", "--peers", "--repeat", "1", "--threads", "1", "2"]
+    assert main([*arguments, "--plot", str(tmp_path)]) == 0
+    for name in toys:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_revision_runs_beside_the_present(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compare, "build", lambda revision, folder: Path(nestpipe_kernels.__file__).parents[1])
+    monkeypatch.setattr(compare, "ROUNDS", 1)
+    path = tmp_path / "ratios.jsonl"
+    arguments = ["bench", "row_sync", "--rows", "50", "--dim", "8", "--repeat", "1", "--threads", "1"]
+    assert main([*arguments, "--compare", "v0", "--json", str(path)]) == 0
+    (line,) = _lines(capsys.readouterr().out)
+    assert _lines(path.read_text()) == [line]
+    assert (line["case"], line["impl"], line["revision"]) == ("row_sync", "nestpipe", "v0")
+    assert line["ratio"] == pytest.approx(line["then_ms"] / line["now_ms"], rel=0.2)
+
+
+def test_ratios_pair_what_is_alike() -> None:
+    one = {"case": "c", "shape": {"n": 1}, "threads": 1, "impl": "x", "cpu": "?", "median_ms": 4.0}
+    new = {**one, "impl": "y"}
+    found = compare.ratios([one, {**one, "median_ms": 8.0}, {**one, "median_ms": 6.0}], [{**one, "median_ms": 3.0}, new], "v0")
+    assert [(x["impl"], x["then_ms"], x["now_ms"], x["ratio"]) for x in found] == [
+        ("x", 6.0, 3.0, 2.0), ("y", None, 4.0, None),
+    ]  # fmt: skip
+
+
+def test_revision_that_is_not_there_is_named(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "row_sync", "--compare", "no-such-revision"]) == 1
+    assert "git has no revision 'no-such-revision' here" in capsys.readouterr().err
