@@ -1,20 +1,47 @@
-// Range and distinctness checks of row indices.
+// Range and distinctness checks of row indices: on all threads; who has to name the first bad one
+// looks again alone.
 #include "nestpipe/row_index.h"
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "nestpipe/parallel.h"
+
 namespace nestpipe {
+namespace {
+
+constexpr std::int64_t kGrain = 16384;
+
+[[noreturn]] void throw_repeated(const char* operation, const char* name, const std::int64_t* index,
+                                 std::int64_t num_rows) {
+  std::vector<bool> seen(static_cast<std::size_t>(num_rows));
+  std::int64_t position = 0;
+  for (; !seen[static_cast<std::size_t>(index[position])]; ++position) {
+    seen[static_cast<std::size_t>(index[position])] = true;
+  }
+  throw std::invalid_argument(std::string(operation) + ": " + name + " must be distinct, got row " +
+                              std::to_string(index[position]) + " again at position " +
+                              std::to_string(position));
+}
+
+}  // namespace
 
 void check_row_index(const char* operation, const char* name, const std::int64_t* index,
                      std::int64_t size, std::int64_t num_rows) {
-  std::uint64_t largest = 0;  // a negative index is huge as unsigned
-  for (std::int64_t j = 0; j < size; ++j) {
-    const auto value = static_cast<std::uint64_t>(index[j]);
-    largest = value > largest ? value : largest;
-  }
-  if (size == 0 || largest < static_cast<std::uint64_t>(num_rows)) return;
+  std::atomic<bool> outside{false};
+  parallel_ranges(size, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    std::uint64_t largest = 0;  // a negative index is huge as unsigned
+    for (std::int64_t j = begin; j < end; ++j) {
+      const auto value = static_cast<std::uint64_t>(index[j]);
+      largest = value > largest ? value : largest;
+    }
+    if (largest >= static_cast<std::uint64_t>(num_rows)) {
+      outside.store(true, std::memory_order_relaxed);
+    }
+  });
+  if (!outside.load(std::memory_order_relaxed)) return;
   std::int64_t position = 0;
   while (static_cast<std::uint64_t>(index[position]) < static_cast<std::uint64_t>(num_rows)) {
     ++position;
@@ -27,19 +54,30 @@ void check_row_index(const char* operation, const char* name, const std::int64_t
 void check_distinct_row_index(const char* operation, const char* name, const std::int64_t* index,
                               std::int64_t size, std::int64_t num_rows) {
   check_row_index(operation, name, index, size, num_rows);
-  std::vector<std::uint64_t> seen(static_cast<std::size_t>(num_rows / 64 + 1));
-  std::uint64_t repeated = 0;
-  for (std::int64_t j = 0; j < size; ++j) {
-    std::uint64_t& word = seen[static_cast<std::size_t>(index[j] >> 6)];
-    const std::uint64_t bit = std::uint64_t{1} << (index[j] & 63);
-    repeated |= word & bit;
-    word |= bit;
-    if (repeated != 0) {
-      throw std::invalid_argument(std::string(operation) + ": " + name +
-                                  " must be distinct, got row " + std::to_string(index[j]) +
-                                  " again at position " + std::to_string(j));
+  if (size <= kGrain || num_threads() == 1) {
+    std::vector<std::uint64_t> seen(static_cast<std::size_t>(num_rows / 64 + 1));
+    std::uint64_t repeated = 0;
+    for (std::int64_t j = 0; j < size; ++j) {
+      std::uint64_t& word = seen[static_cast<std::size_t>(index[j] >> 6)];
+      const std::uint64_t bit = std::uint64_t{1} << (index[j] & 63);
+      repeated |= word & bit;
+      word |= bit;
     }
+    if (repeated != 0) throw_repeated(operation, name, index, num_rows);
+    return;
   }
+  std::vector<std::uint64_t> seen(static_cast<std::size_t>(num_rows / 64 + 1));
+  std::atomic<bool> twice{false};
+  parallel_ranges(size, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    std::uint64_t repeated = 0;
+    for (std::int64_t j = begin; j < end; ++j) {
+      const std::uint64_t bit = std::uint64_t{1} << (index[j] & 63);
+      repeated |= bit & __atomic_fetch_or(&seen[static_cast<std::size_t>(index[j] >> 6)], bit,
+                                          __ATOMIC_RELAXED);
+    }
+    if (repeated != 0) twice.store(true, std::memory_order_relaxed);
+  });
+  if (twice.load(std::memory_order_relaxed)) throw_repeated(operation, name, index, num_rows);
 }
 
 }  // namespace nestpipe

@@ -1,8 +1,15 @@
-// Intersect: the pairs of `a` go into a set, those of `b` are looked up in parallel, hits are
-// listed in order.
+// Intersect: threads put the positions of `a` into one table together, look up `b` in it, and list
+// hits in order.
+//
+// The table is open addressing over 32-bit positions from 1 (0 = empty, so no key value is
+// reserved), probed linearly at a load of at most 1/2. A slot is claimed by compare-and-swap;
+// afterwards it only ever moves to an earlier position of the same pair. Which slot a pair gets
+// depends on the threads, its position does not: the least one.
 #include "nestpipe/intersect.h"
 
+#include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "nestpipe/parallel.h"
 #include "pair_set.h"
@@ -11,26 +18,121 @@ namespace nestpipe {
 namespace {
 
 constexpr std::int64_t kGrain = 8192;
+constexpr int kBlock = 32;
+
+template <bool kTables>
+class PositionTable {
+ public:
+  explicit PositionTable(const KeyList& list) : list_(list) {
+    std::uint64_t capacity = 64;
+    while (capacity < 2 * static_cast<std::uint64_t>(list.size)) capacity *= 2;
+    mask_ = capacity - 1;
+    slots_.reset(new std::uint32_t[capacity]);
+    parallel_ranges(static_cast<std::int64_t>(capacity), 8 * kGrain,
+                    [this](std::int64_t begin, std::int64_t end) {
+                      std::fill(slots_.get() + begin, slots_.get() + end, 0u);
+                    });
+  }
+
+  // Positions begin .. end - 1 of the list. Threads may insert at the same time.
+  void insert(std::int64_t begin, std::int64_t end) {
+    std::uint64_t home[kBlock];
+    for (std::int64_t first = begin; first < end; first += kBlock) {
+      const int count = static_cast<int>(std::min<std::int64_t>(end - first, kBlock));
+      prefetch(list_, first, count, home);
+      for (int i = 0; i < count; ++i) insert_one(first + i, home[i]);
+    }
+  }
+
+  // out[i] = least position of pair i of `other` in the list, or -1; i = begin .. end - 1. Returns
+  // how many are there. All inserts are over.
+  std::int64_t find(const KeyList& other, std::int64_t begin, std::int64_t end,
+                    std::int32_t* out) const {
+    std::uint64_t home[kBlock];
+    std::int64_t found = 0;
+    for (std::int64_t first = begin; first < end; first += kBlock) {
+      const int count = static_cast<int>(std::min<std::int64_t>(end - first, kBlock));
+      prefetch(other, first, count, home);
+      for (int i = 0; i < count; ++i) {
+        const std::int64_t position = static_cast<std::int64_t>(slots_[home[i]]) - 1;
+        __builtin_prefetch(&list_.keys[position < 0 ? 0 : position]);
+      }
+      for (int i = 0; i < count; ++i) {
+        std::uint64_t slot = home[i];
+        std::uint32_t position = slots_[slot];
+        while (position != 0 && !equals(position - 1, other, first + i)) {
+          slot = (slot + 1) & mask_;
+          position = slots_[slot];
+        }
+        out[first + i] = static_cast<std::int32_t>(position) - 1;
+        found += position != 0;
+      }
+    }
+    return found;
+  }
+
+ private:
+  bool equals(std::uint32_t position, const KeyList& other, std::int64_t at) const {
+    return (list_.keys[position] == other.keys[at]) &
+           (!kTables || list_.tables[position] == other.tables[at]);
+  }
+
+  void prefetch(const KeyList& list, std::int64_t begin, int count, std::uint64_t* home) const {
+    for (int i = 0; i < count; ++i) {
+      home[i] = hash_pair(list.keys[begin + i], kTables ? list.tables[begin + i] : 0) & mask_;
+      __builtin_prefetch(&slots_[home[i]], 1);
+    }
+  }
+
+  void insert_one(std::int64_t at, std::uint64_t slot) {
+    const auto mine = static_cast<std::uint32_t>(at + 1);
+    for (;; slot = (slot + 1) & mask_) {
+      std::uint32_t seen = __atomic_load_n(&slots_[slot], __ATOMIC_RELAXED);
+      if (seen == 0 && claim(slot, &seen, mine)) return;
+      if (!equals(seen - 1, list_, at)) continue;
+      while (mine < seen && !claim(slot, &seen, mine)) {
+      }
+      return;
+    }
+  }
+
+  // Puts `mine` where `*seen` stands; otherwise *seen is what stands there.
+  bool claim(std::uint64_t slot, std::uint32_t* seen, std::uint32_t mine) {
+    return __atomic_compare_exchange_n(&slots_[slot], seen, mine, false, __ATOMIC_RELAXED,
+                                       __ATOMIC_RELAXED);
+  }
+
+  const KeyList& list_;
+  std::uint64_t mask_;
+  std::unique_ptr<std::uint32_t[]> slots_;
+};
 
 template <bool kTables>
 std::int64_t intersect_lists(const KeyList& a, const KeyList& b, std::int64_t* index_a,
                              std::int64_t* index_b) {
-  PairSet<kTables> set(a.size);
-  const std::unique_ptr<std::int32_t[]> numbers(new std::int32_t[a.size]);
-  set.insert(a, {nullptr, nullptr, 0}, numbers.get());
+  PositionTable<kTables> table(a);
+  parallel_ranges(a.size, kGrain,
+                  [&](std::int64_t begin, std::int64_t end) { table.insert(begin, end); });
 
   const std::unique_ptr<std::int32_t[]> match(new std::int32_t[b.size]);
-  parallel_ranges(b.size, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    set.find(b, begin, end, match.get());
+  const std::int64_t num_tasks = (b.size + kGrain - 1) / kGrain;
+  std::vector<std::int64_t> first(num_tasks + 1, 0);  // Of each task's hits in the result.
+  parallel_tasks(num_tasks, [&](std::int64_t task) {
+    const std::int64_t begin = task * kGrain;
+    first[task + 1] = table.find(b, begin, std::min(b.size, begin + kGrain), match.get());
   });
-  std::int64_t num_matches = 0;
-  for (std::int64_t i = 0; i < b.size; ++i) {
-    if (match[i] < 0) continue;
-    index_a[num_matches] = set.positions()[match[i]];
-    index_b[num_matches] = i;
-    ++num_matches;
-  }
-  return num_matches;
+  for (std::int64_t task = 0; task < num_tasks; ++task) first[task + 1] += first[task];
+  parallel_tasks(num_tasks, [&](std::int64_t task) {
+    std::int64_t hit = first[task];
+    const std::int64_t end = std::min(b.size, (task + 1) * kGrain);
+    for (std::int64_t i = task * kGrain; i < end; ++i) {
+      if (match[i] < 0) continue;
+      index_a[hit] = match[i];
+      index_b[hit] = i;
+      ++hit;
+    }
+  });
+  return first[num_tasks];
 }
 
 }  // namespace
