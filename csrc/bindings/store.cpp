@@ -316,7 +316,8 @@ void bind_store(py::module_& module) {
       [](const EmbeddingStore& self) {
         const StoreMemory memory = self.memory();
         return std::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes,
-                               memory.admission_bytes, memory.file_bytes);
+                               memory.admission_bytes, memory.file_bytes, memory.num_keys,
+                               memory.untouched_bytes);
       },
       Unlocked());
   store.def(

@@ -203,13 +203,18 @@ StoreMemory EmbeddingStore::memory() const {
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   std::uint64_t index_bytes = 0;
   std::uint64_t admission_bytes = 0;
+  std::uint64_t num_keys = 0;
   for (const auto& table : tables_) {
+    for (int shard = 0; shard < kNumShards; ++shard) num_keys += table->index.size_of_shard(shard);
     index_bytes += table->index.bytes();
     admission_bytes += table->counts.bytes();
   }
   const RowFileCounters file = file_counters();
+  const auto rows = static_cast<std::uint64_t>(num_rows_.load(std::memory_order_relaxed));
+  const std::uint64_t untouched = slabs_.bytes_behind(rows) + records_.bytes_behind(rows) +
+                                  ages_.bytes_behind(rows) + free_rows_.bytes_behind(rows);
   return {index_bytes, slabs_.bytes() + file.resident_pages * file.page_bytes,
-          records_.bytes() + ages_.bytes() + free_rows_.bytes(), admission_bytes, file.file_bytes};
+          records_.bytes() + ages_.bytes() + free_rows_.bytes(), admission_bytes, file.file_bytes, num_keys, untouched};
 }
 
 }  // namespace nestpipe

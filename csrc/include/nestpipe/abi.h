@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 8;
+constexpr int kAbiVersion = 9;
 
 }  // namespace nestpipe

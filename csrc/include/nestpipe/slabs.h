@@ -60,6 +60,11 @@ class Slabs {
 
   // Of memory.
   std::size_t bytes() const { return bytes_; }
+  // Of these, what lies behind the first num_records records.
+  std::size_t bytes_behind(std::uint64_t num_records) const {
+    const std::size_t before = static_cast<std::size_t>(num_records) * bytes_per_record_;
+    return bytes_ > before ? bytes_ - before : 0;
+  }
 
  private:
   static constexpr std::size_t kFirstSlabBytes = 4096;

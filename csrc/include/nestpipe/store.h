@@ -134,7 +134,9 @@ struct StoreMemory {
   std::uint64_t slab_bytes;
   std::uint64_t metadata_bytes;
   std::uint64_t admission_bytes;
-  std::uint64_t file_bytes;  // On the disk.
+  std::uint64_t file_bytes;       // On the disk.
+  std::uint64_t num_keys;         // Of all tables.
+  std::uint64_t untouched_bytes;  // Of slabs and metadata: behind all rows there ever were.
 };
 
 // Floats of a row, padding included.

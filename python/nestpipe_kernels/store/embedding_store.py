@@ -31,6 +31,8 @@ FLOAT32 = torch.float32
 COUNTERS = ("inserted", "evicted", "expired", "refused", "not_admitted")
 MAX_DIM = 1 << 28
 """A row's bytes, state included, stay far from overflow."""
+KEY_BYTES = 12
+"""Of the index: a key and its row number."""
 
 
 @dataclass
@@ -489,12 +491,29 @@ class EmbeddingStore(RowTransfer):
         load_counts(self._native, index, self.tables[index], self.table_hashes[index : index + 1], state, owned)
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission"; "file".
+        """Bytes, by what they are for.
 
-        With a tier "file" bytes of the disk hold the rows, and "slabs" is what of them is in memory.
+        Allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission". With a tier "file"
+        bytes of the disk hold the rows, and "slabs" is what of them is in memory.
+
+        In use: "keys" (12 bytes of the index for each), "rows" (of keys, wherever they lie). "waste" is what index and
+        slabs have beyond that: room to grow, and rows that were given up. "untouched", a part of slabs and metadata, lies
+        behind all rows there ever were: the system has not yet had to find memory for it, so that the process grows by
+        index + slabs + metadata + admission - untouched.
         """
-        index, slabs, metadata, admission, file = self._native.memory()
-        return {"index": index, "slabs": slabs, "metadata": metadata, "admission": admission, "file": file}
+        index, slabs, metadata, admission, file, num_keys, untouched = self._native.memory()
+        keys, rows = num_keys * KEY_BYTES, num_keys * self.row_floats * 4
+        return {
+            "index": index,
+            "slabs": slabs,
+            "metadata": metadata,
+            "admission": admission,
+            "file": file,
+            "keys": keys,
+            "rows": rows,
+            "waste": max(index - keys, 0) + max(slabs - rows, 0),
+            "untouched": untouched,
+        }
 
     def tier_counters(self) -> dict[str, int]:
         """Pages of a tier's file, all 0 without one: "resident" in memory now, and the "limit" they are kept to; since
