@@ -17,7 +17,7 @@ LINTED := python tests bench examples
 SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help venv build peers train test lint soak sanitize clean
+.PHONY: help venv build peers train test lint soak sanitize aarch64 clean
 
 help:
 	@echo "make venv      virtual environment $(VENV) with $(TORCH)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test      all tests on the installed package (NESTPIPE_TEST_DATA, NESTPIPE_TEST_ML100K: real data)"
 	@echo "make lint      ruff, clang-format, mypy"
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
+	@echo "make aarch64   native tests of row arithmetic, cross-compiled, under qemu-user (g++-aarch64-linux-gnu)"
 	@echo "make soak      the full product of test cases (long)"
 	@echo "make peers     install TorchRec and FBGEMM, for comparisons and their tests"
 	@echo "make clean     remove everything that was built"
@@ -73,6 +74,15 @@ sanitize: build
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
 	done
+
+# Bits of results do not depend on the processor: the digests that x86 must have, too.
+AARCH64_TESTS ?= test_golden test_rows test_key_index
+aarch64: build
+	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON > /dev/null
+	$(BIN)/cmake --build build/aarch64 -j $(JOBS) --target $(AARCH64_TESTS)
+	for name in $(AARCH64_TESTS); do qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/cpp/$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) build $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -64,10 +64,10 @@ def test_commands_in_documents_parse(monkeypatch) -> None:
 
 
 def test_make_targets_in_documents_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"venv", "build", "train", "test", "lint", "soak", "sanitize", "clean"} <= targets
     for document in DOCUMENTS:
-        for target in re.findall(r"`make ([a-z]+)[^`]*`", document.read_text(encoding="utf-8")):
+        for target in re.findall(r"`make ([a-z0-9]+)[^`]*`", document.read_text(encoding="utf-8")):
             assert target in targets, f"{document.name}: make {target}"
 
 
