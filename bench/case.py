@@ -44,6 +44,8 @@ class Setup:
     implementations: list[Implementation]
     bytes_streamed: float
     random_lines: float = 0.0
+    adjacent_lines: int = 1
+    """How many of them lie side by side at each place."""
     dtype: str = "float32"
     missing: list[str] = field(default_factory=list)
     """Peers that cannot run here, each with its reason."""
@@ -79,9 +81,10 @@ def _defaults(parsed: argparse.Namespace, name: str, case: Any) -> argparse.Name
     parser = argparse.ArgumentParser()
     case.add_options(parser)
     own = vars(parser.parse_args([]))
-    for option, value in own.items():
-        if getattr(parsed, option, value) != value:
-            raise ValueError(f"bench {name}: --{option.replace('_', '-')} goes with one case alone")
+    if name == parsed.case:
+        for option, value in own.items():
+            if getattr(parsed, option) != value:
+                raise ValueError(f"bench {name}: --{option.replace('_', '-')} goes with one case alone")
     return argparse.Namespace(**{**vars(parsed), **own, "case": name})
 
 
@@ -141,7 +144,7 @@ def measure(
 
 def lines(case: str, threads: int, setup: Setup, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """The JSON lines of a setup; fraction_of_floor is the floor's time over the median: 1 is the best there is."""
-    floor = floor_ms(setup.bytes_streamed, setup.random_lines, machine_floor(threads))
+    floor = floor_ms(setup.bytes_streamed, setup.random_lines, machine_floor(threads, setup.adjacent_lines))
     moved = setup.bytes_streamed + setup.random_lines * LINE_BYTES
     made = []
     for name, milliseconds in times.items():
@@ -149,9 +152,14 @@ def lines(case: str, threads: int, setup: Setup, times: dict[str, list[float]]) 
         made.append(
             {
                 "case": case, "shape": setup.shape, "impl": name, "dtype": setup.dtype, "threads": threads, **found,
-                "gb_per_s": round(moved / found["median_ms"] / 1e6, 3),
-                "fraction_of_floor": round(floor / found["median_ms"], 4),
+                "gb_per_s": _digits(moved / found["median_ms"] / 1e6),
+                "fraction_of_floor": _digits(floor / found["median_ms"]),
                 **facts(),
             }
         )  # fmt: skip
     return made
+
+
+def _digits(value: float) -> float:
+    """Four that say something."""
+    return float(f"{value:.4g}")

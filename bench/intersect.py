@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nestpipe_kernels.bench.case import Implementation, Setup
-from nestpipe_kernels.cli.options import positive
+from nestpipe_kernels.config import positive
 from nestpipe_kernels.ops.intersect import intersect
 
 __all__ = ["add_options", "setups"]

@@ -32,30 +32,39 @@ class MachineFloor:
 
 
 @cache
-def machine_floor(threads: int) -> MachineFloor:
+def machine_floor(threads: int, adjacent_lines: int = 1) -> MachineFloor:
     """Measure the rates once in this process; it takes about a second.
 
-    `bytes_per_s` counts bytes read and bytes written of a large copy. `lines_per_s` are reads of 64-byte lines at
-    random places, several under way at a time, each put down in order (by torch.index_select or gather_rows, whichever
-    is faster).
+    `bytes_per_s` counts bytes read and bytes written of a large copy. `lines_per_s` are reads of 64-byte lines,
+    `adjacent_lines` side by side at each random place and several places under way at a time: rows gathered (by
+    torch.index_select or gather_rows, whichever is faster), less the time that their numbers and the result, which are
+    read and written in order, take at the first rate.
     """
     before = core().num_threads(), torch.get_num_threads()
     core().set_num_threads(threads)
     torch.set_num_threads(threads)
     try:
-        source, target = torch.ones(COPY_FLOATS), torch.ones(COPY_FLOATS)
-        copied = 2 * 4 * COPY_FLOATS / _best_seconds(lambda: target.copy_(source))
-        rows = torch.ones(RANDOM_LINES, LINE_BYTES // 4)
-        index = torch.randint(RANDOM_LINES, (RANDOM_LINES // 4,), generator=torch.Generator().manual_seed(0))
-        out = torch.empty(len(index), LINE_BYTES // 4)
+        bytes_per_s = _copy_rate(threads)
+        dim = adjacent_lines * LINE_BYTES // 4
+        rows = torch.ones(max(1, RANDOM_LINES // adjacent_lines), dim)
+        count = max(1, len(rows) // 4)
+        index = torch.randint(len(rows), (count,), generator=torch.Generator().manual_seed(0))
+        out = torch.ones(count, dim)
         seconds = min(
             _best_seconds(lambda: torch.index_select(rows, 0, index, out=out)),
-            _best_seconds(lambda: gather_rows(rows, index)),
+            _best_seconds(lambda: gather_rows(rows, index, dim, out)),
         )
-        return MachineFloor(threads, copied, len(index) / seconds)
+        in_order = (8 * count + 4 * dim * count) / bytes_per_s
+        return MachineFloor(threads, bytes_per_s, adjacent_lines * count / max(seconds - in_order, seconds / 4))
     finally:
         core().set_num_threads(before[0])
         torch.set_num_threads(before[1])
+
+
+@cache
+def _copy_rate(threads: int) -> float:
+    source, target = torch.ones(COPY_FLOATS), torch.ones(COPY_FLOATS)
+    return 2 * 4 * COPY_FLOATS / _best_seconds(lambda: target.copy_(source))
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

@@ -50,10 +50,11 @@ def _draw_group(axis: Any, group: list[dict[str, Any]]) -> None:
         axis.plot([line["p20_ms"], line["p80_ms"]], [place, place], color="#333333", linewidth=1.2)
         ratio = f"  {median:.3g} ms" + (f", {median / group[0]['median_ms']:.2f}x ours" if place else "")
         axis.text(max(median, line["p80_ms"]), place, ratio, va="center", fontsize=8)
-    axis.axvline(group[0]["median_ms"] * group[0]["fraction_of_floor"], color=FLOOR_COLOUR, linewidth=1.4)
+    floor = group[0]["median_ms"] * group[0]["fraction_of_floor"]
+    axis.axvline(floor, color=FLOOR_COLOUR, linewidth=1.4)
     axis.set_yticks(range(len(group)), [line["impl"] for line in group], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.25 * max(line["p80_ms"] for line in group))
+    axis.set_xlim(0, max(1.25 * max(line["p80_ms"] for line in group), 1.02 * floor))
     axis.tick_params(axis="x", labelsize=8)
     shape = ", ".join(f"{name} {value}" for name, value in group[0]["shape"].items())
     threads = group[0]["threads"]

@@ -9,7 +9,7 @@ import torch
 
 from nestpipe_kernels.bench.case import Implementation, Setup
 from nestpipe_kernels.bench.machine_floor import lines_of
-from nestpipe_kernels.cli.options import positive
+from nestpipe_kernels.config import positive
 from nestpipe_kernels.ops.row_sync import row_sync
 
 __all__ = ["add_options", "setups"]
@@ -33,7 +33,7 @@ def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
         place = torch.randperm(parsed.rows, generator=generator)[:count]
 
         def ours(k: int, s=source, t=target, i=index, p=place) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            row_sync(s, i, t, p)
+            row_sync(s, t, i, p)
             return t  # type: ignore[no-any-return]
 
         def by_torch(k: int, s=source, t=other, i=index, p=place) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -46,4 +46,5 @@ def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
             implementations=[Implementation("nestpipe", ours), *(peers if parsed.peers else [])],
             bytes_streamed=2 * 8 * count,
             random_lines=2 * count * lines_of(4 * dim),
+            adjacent_lines=lines_of(4 * dim),
         )

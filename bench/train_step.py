@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from nestpipe_kernels.bench.case import Implementation, Setup
 from nestpipe_kernels.bench.machine_floor import lines_of
 from nestpipe_kernels.bench.peers import Peer, Shape, available_peers
 from nestpipe_kernels.bench.zipf import draw_spread, spread_places, zipf_cdf
-from nestpipe_kernels.cli.options import exponent, positive
+from nestpipe_kernels.config import exponent, positive
 from nestpipe_kernels.types import SparseOptimizer
 
 __all__ = ["Ours", "add_options", "make_batches", "setups"]
@@ -92,20 +93,22 @@ def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
         initial = [all_of[0].rows(t, touched[t]) for t in range(shape.tables)]
         peers, missing = available_peers(shape, parsed.optimizer, LEARNING_RATE, touched, initial)
         all_of += peers
-    distinct = sum(len(row.unique()) for row in batches[0])  # type: ignore[no-untyped-call]
+    distinct = sum(len(row.unique()) for row in batches[0])
     keys, bags, row_bytes = batches[0].numel(), shape.batch * shape.tables, 4 * shape.dim
     yield Setup(
         shape={**vars(shape), "optimizer": parsed.optimizer, "distinct_rows": distinct},
-        implementations=[
-            Implementation(one.name, lambda k, one=one: one.step(batches[k % len(batches)], grad))
-            for one in all_of
-        ],
+        implementations=[Implementation(one.name, partial(_step, one, batches, grad)) for one in all_of],
         # Keys; bags out and their gradients in; rows written. Each distinct row is read in forward and in the update.
         bytes_streamed=8 * keys + 2 * bags * row_bytes + distinct * row_bytes,
         random_lines=2 * distinct * lines_of(row_bytes),
+        adjacent_lines=lines_of(row_bytes),
         missing=[f"{line} (make peers installs it)" for line in missing],
         check=lambda: _check_equal(all_of, batches, grad, touched),
     )
+
+
+def _step(one: Peer, batches: list[Tensor], grad: Tensor, k: int) -> None:
+    one.step(batches[k % len(batches)], grad)
 
 
 def _check_equal(implementations: list[Peer], batches: list[Tensor], grad: Tensor, touched: list[Tensor]) -> None:

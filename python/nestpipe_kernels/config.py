@@ -1,13 +1,23 @@
-"""Settings of a pipeline, and the only place that reads the environment."""
+"""Settings of a pipeline, numbers of a command line, and the only place that reads the environment."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["PipelineConfig", "default_threads", "environment", "launched_ranks", "process_environment"]
+__all__ = [
+    "PipelineConfig",
+    "default_threads",
+    "environment",
+    "exponent",
+    "launched_ranks",
+    "positive",
+    "process_environment",
+]
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 WIRE_FORMATS = ("fp32", "bf16", "fp16", "int8")
@@ -155,3 +165,21 @@ class PipelineConfig:
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer >= 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def exponent(text: str) -> float:
+    """argparse type: a finite number >= 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
+    return value

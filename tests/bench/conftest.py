@@ -25,4 +25,6 @@ def _known_floor(monkeypatch) -> None:
     """A machine of known rates; measuring them takes a second and much memory."""
     case = pytest.importorskip("nestpipe_kernels.bench.case", reason="the suite comes with the installed package")
     floor = importlib.import_module("nestpipe_kernels.bench.machine_floor").MachineFloor
-    monkeypatch.setattr(case, "machine_floor", lambda threads: floor(threads, 1e10 * threads, 1e8 * threads))
+    monkeypatch.setattr(
+        case, "machine_floor", lambda threads, adjacent_lines: floor(threads, 1e10 * threads, 1e8 * threads)
+    )

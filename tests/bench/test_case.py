@@ -22,6 +22,7 @@ FIELDS = {
     "case", "shape", "impl", "dtype", "threads", "median_ms", "p20_ms", "p80_ms", "gb_per_s", "fraction_of_floor",
     "versions", "cpu",
 }  # fmt: skip
+LINE = {"case": "c", "shape": {"n": 1}, "threads": 1, "impl": "x", "cpu": "?", "median_ms": 4.0}
 SMALL = {
     "intersect": ["--keys", "3000", "500", "--repeat", "2"],
     "row_sync": ["--rows", "300", "--dim", "8", "20", "--repeat", "2"],
@@ -68,6 +69,13 @@ def test_case_prints_a_line_for_each_shape_implementation_and_thread_count(capsy
         assert (line["case"], lines[0]["impl"]) == (name, "nestpipe")
         assert 0 < line["p20_ms"] <= line["median_ms"] <= line["p80_ms"]
         assert line["gb_per_s"] > 0 and line["fraction_of_floor"] > 0
+
+
+def test_two_processes_exchange(capsys) -> None:
+    assert main(["bench", "exchange", "--rows", "40", "--dim", "4", "--repeat", "2", "--peers", "--threads", "1"]) == 0
+    lines = _lines(capsys.readouterr().out)
+    assert [line["impl"] for line in lines] == ["nestpipe", "torch.distributed.all_to_all_single (gloo)"]
+    assert lines[0]["shape"]["bytes_sent"] == 40 * 4 * 4
 
 
 def test_several_cases_have_their_default_shapes(capsys, toys) -> None:
@@ -134,7 +142,8 @@ def test_machine_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(machine_floor, "COPY_FLOATS", 1 << 18)
     monkeypatch.setattr(machine_floor, "RANDOM_LINES", 1 << 14)
     threads = torch.get_num_threads()
-    found = machine_floor.machine_floor.__wrapped__(1)
+    monkeypatch.setattr(machine_floor, "_copy_rate", machine_floor._copy_rate.__wrapped__)
+    found = machine_floor.machine_floor.__wrapped__(1, 4)
     assert found.bytes_per_s > 0 and found.lines_per_s > 0
     assert torch.get_num_threads() == threads
 
@@ -147,22 +156,40 @@ def test_pictures_are_drawn(capsys, tmp_path, toys) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_revision_runs_beside_the_present(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compare, "build", lambda revision, folder: Path(nestpipe_kernels.__file__).parents[1])
-    monkeypatch.setattr(compare, "ROUNDS", 1)
+def test_a_revision_and_the_present_take_turns(capsys, tmp_path, monkeypatch) -> None:
+    ran = []
+
+    def lines(name: str, path: str, arguments: list[str]) -> list[dict]:
+        ran.append((name, path, arguments))
+        return [{**LINE, "median_ms": 4.0 if name == "now" else 6.0}]
+
+    monkeypatch.setattr(compare, "build", lambda revision, folder: Path("/package/of") / revision)
+    monkeypatch.setattr(compare, "_lines", lines)
     path = tmp_path / "ratios.jsonl"
-    arguments = ["bench", "row_sync", "--rows", "50", "--dim", "8", "--repeat", "1", "--threads", "1"]
-    assert main([*arguments, "--compare", "v0", "--json", str(path)]) == 0
+    arguments = ["bench", "row_sync", "--rows", "50", "--threads", "1", "2"]
+    assert main([*arguments, "--compare", "v0", f"--json={path}"]) == 0
     (line,) = _lines(capsys.readouterr().out)
     assert _lines(path.read_text()) == [line]
-    assert (line["case"], line["impl"], line["revision"]) == ("row_sync", "nestpipe", "v0")
+    assert (line["revision"], line["ratio"]) == ("v0", 1.5)
+    assert ran == [("then", "/package/of/v0", arguments), ("now", "", arguments)] * compare.ROUNDS
+
+
+@pytest.mark.soak
+def test_a_package_elsewhere_runs(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(compare, "build", lambda revision, folder: Path(nestpipe_kernels.__file__).parents[1])
+    monkeypatch.setattr(compare, "ROUNDS", 1)
+    arguments = ["bench", "row_sync", "--rows", "50", "--dim", "8", "--repeat", "1", "--threads", "1"]
+    assert main([*arguments, "--compare", "v0"]) == 0
+    (line,) = _lines(capsys.readouterr().out)
     assert line["ratio"] == pytest.approx(line["then_ms"] / line["now_ms"], rel=0.2)
 
 
 def test_ratios_pair_what_is_alike() -> None:
-    one = {"case": "c", "shape": {"n": 1}, "threads": 1, "impl": "x", "cpu": "?", "median_ms": 4.0}
+    one = LINE
     new = {**one, "impl": "y"}
-    found = compare.ratios([one, {**one, "median_ms": 8.0}, {**one, "median_ms": 6.0}], [{**one, "median_ms": 3.0}, new], "v0")
+    found = compare.ratios(
+        [one, {**one, "median_ms": 8.0}, {**one, "median_ms": 6.0}], [{**one, "median_ms": 3.0}, new], "v0"
+    )
     assert [(x["impl"], x["then_ms"], x["now_ms"], x["ratio"]) for x in found] == [
         ("x", 6.0, 3.0, 2.0), ("y", None, 4.0, None),
     ]  # fmt: skip

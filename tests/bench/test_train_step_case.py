@@ -25,8 +25,8 @@ def test_line_has_every_field(capsys, tmp_path) -> None:
     assert main(["bench", "train_step", *SMALL, "--json", str(path)]) == 0
     (line,) = _lines(capsys)
     assert set(line) == {
-        "case", "shape", "impl", "dtype", "threads", "median_ms", "p20_ms", "p80_ms", "gb_per_s", "fraction_of_floor", "versions",
-        "cpu",
+        "case", "shape", "impl", "dtype", "threads", "median_ms", "p20_ms", "p80_ms", "gb_per_s", "fraction_of_floor",
+        "versions", "cpu",
     }  # fmt: skip
     assert (line["case"], line["impl"], line["dtype"]) == ("train_step", "nestpipe", "float32")
     assert 0 < line["p20_ms"] <= line["median_ms"] <= line["p80_ms"]

@@ -151,9 +151,10 @@ void test_wire(const std::vector<std::uint64_t>& expected) {
 int main() {
   for (const int threads : {1, 3}) {
     set_num_threads(threads);
-    test_pooling(0);
-    test_updates({0, 0, 0, 0, 0, 0, 0, 0});
-    test_wire({0, 0, 0, 0});
+    test_pooling(0xfb256004951f47e9);
+    test_updates({0x41d9eebb9afbde23, 0x2e3b91d78a9344d3, 0xef89c9685fe79674, 0x570c34cc278d11cf,
+                  0x3fadcc009d8ad43f, 0x4f0bfe9e914ee6bc, 0xda84c2e20226b099, 0xa6c07cb980ddc501});
+    test_wire({0x8d4d59bad2bb6c85, 0xda9cac39001bdbfd, 0x77af8492cc2ec5d3, 0x3018cd77a9cda729});
   }
   return nestpipe::failures() == 0 ? 0 : 1;
 }

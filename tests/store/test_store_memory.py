@@ -34,7 +34,7 @@ print(json.dumps([resident() - before, store.memory()]))
 """
 
 
-@pytest.mark.parametrize(("dim", "count"), [(64, 150_000), (8, 400_000)])
+@pytest.mark.parametrize(("dim", "count"), [(64, 150_000), pytest.param(8, 400_000, marks=pytest.mark.soak)])
 def test_process_grows_by_what_memory_says(dim: int, count: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROWTH, str(dim), str(count)], capture_output=True, text=True, timeout=120, check=True

@@ -7,12 +7,13 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from nestpipe_kernels.cli.options import exponent, positive
 from nestpipe_kernels.cli.parser import LazyParser
+from nestpipe_kernels.config import exponent, positive
 
 __all__ = ["add_bench"]
 
 KERNEL_CASES = {
+    "exchange": "rows exchanged between two processes on loopback",
     "intersect": "the rows that two lists of keys have in common",
     "row_sync": "rows copied from one buffer to places of another",
     "train_step": "lookup and pooling, backward, and row update of one step on one process, without a dense part",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nestpipe_kernels.cli.options import positive
+from nestpipe_kernels.config import positive
 
 __all__ = ["add_checkpoint"]
 

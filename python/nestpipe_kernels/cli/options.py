@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, process_environment
+from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, positive, process_environment
 
-__all__ = ["OPTIMIZERS", "TrainOptions", "add_train", "exponent", "positive"]
+__all__ = ["OPTIMIZERS", "TrainOptions", "add_train"]
 
 OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "adamw", "row_wise_adam", "ftrl", "lamb")
 TIMELINE_SUFFIXES = (".html", ".json", ".png")
@@ -78,24 +78,6 @@ class TrainOptions:
     def schedules(self) -> tuple[str, ...]:
         """What to run, in order."""
         return ("sequential", self.schedule) if self.compare else (self.schedule,)
-
-
-def exponent(text: str) -> float:
-    """A skew given as text: a finite number >= 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
-    return value
-
-
-def positive(text: str) -> int:
-    """argparse type: an integer >= 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _duration(text: str) -> float:

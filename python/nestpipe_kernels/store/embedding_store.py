@@ -493,13 +493,13 @@ class EmbeddingStore(RowTransfer):
     def memory(self) -> dict[str, int]:
         """Bytes, by what they are for.
 
-        Allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission". With a tier "file"
-        bytes of the disk hold the rows, and "slabs" is what of them is in memory.
+        Allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission". With a tier
+        "file" bytes of the disk hold the rows, and "slabs" is what of them is in memory.
 
-        In use: "keys" (12 bytes of the index for each), "rows" (of keys, wherever they lie). "waste" is what index and
-        slabs have beyond that: room to grow, and rows that were given up. "untouched", a part of slabs and metadata, lies
-        behind all rows there ever were: the system has not yet had to find memory for it, so that the process grows by
-        index + slabs + metadata + admission - untouched.
+        In use: "keys" (12 bytes of the index for each), "rows" (of keys, wherever they lie). "waste" is what index
+        and slabs have beyond that: room to grow, and rows that were given up. "untouched", a part of slabs and
+        metadata, lies behind all rows there ever were: the system has not yet had to find memory for it, so that the
+        process grows by index + slabs + metadata + admission - untouched.
         """
         index, slabs, metadata, admission, file, num_keys, untouched = self._native.memory()
         keys, rows = num_keys * KEY_BYTES, num_keys * self.row_floats * 4
