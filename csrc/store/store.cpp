@@ -213,8 +213,13 @@ StoreMemory EmbeddingStore::memory() const {
   const auto rows = static_cast<std::uint64_t>(num_rows_.load(std::memory_order_relaxed));
   const std::uint64_t untouched = slabs_.bytes_behind(rows) + records_.bytes_behind(rows) +
                                   ages_.bytes_behind(rows) + free_rows_.bytes_behind(rows);
-  return {index_bytes, slabs_.bytes() + file.resident_pages * file.page_bytes,
-          records_.bytes() + ages_.bytes() + free_rows_.bytes(), admission_bytes, file.file_bytes, num_keys, untouched};
+  return {index_bytes,
+          slabs_.bytes() + file.resident_pages * file.page_bytes,
+          records_.bytes() + ages_.bytes() + free_rows_.bytes(),
+          admission_bytes,
+          file.file_bytes,
+          num_keys,
+          untouched};
 }
 
 }  // namespace nestpipe
