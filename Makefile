@@ -72,7 +72,7 @@ sanitize: build
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/sanitize-$$kind -j $(JOBS) && \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
-	    $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	    $(BIN)/ctest --test-dir build/sanitize-$$kind -j $(JOBS) --output-on-failure || exit 1; \
 	done
 
 # Bits of results do not depend on the processor: the digests that x86 must have, too.

@@ -116,6 +116,9 @@ def strike(fault: Fault, folder: Path) -> None:
         await_leave(folder)  # the signal may reach another thread a moment later
     elif fault.kind == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
+        end = time.monotonic() + 5
+        while time.monotonic() < end:  # the signal may reach another thread, and this one a moment later
+            time.sleep(0.01)
     elif fault.kind == "exit":
         os._exit(3)
     elif fault.kind == "raise":

@@ -116,6 +116,18 @@ def test_a_checkpoint_made_while_measuring_lets_it_begin_anew(choices, tmp_path)
     assert loaded(tmp_path, WARM_STEPS)["numbers"] == [PROBES[0]] * 4
 
 
+def test_so_does_a_pipeline_that_has_chosen_already(choices, tmp_path):
+    saved_at(tmp_path, WARM_STEPS)
+    with make_pipeline(Recommender(), num_micro_batches="auto") as pipeline:
+        iterator = iter(batches_of(0))
+        for _ in range(len(PROBED) + 1):
+            pipeline.progress(iterator)
+        assert pipeline.num_micro_batches == CHOSEN
+        checkpoint.load(tmp_path, model=pipeline.model, pipeline=pipeline)
+        pipeline.progress(iter(batches_of(0)))
+        assert pipeline.num_micro_batches == PROBES[0]
+
+
 def test_a_number_that_cannot_be_is_refused(choices, tmp_path, monkeypatch):
     saved_at(tmp_path, len(PROBED) + 2)
     whole = Manifest.load

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
 
+from nestpipe_kernels.stages import pool as pool_module
 from nestpipe_kernels.stages.pool import SMALL_BYTES, SPARE, TensorPool
 
 ROWS = SMALL_BYTES // 16  # of 8 floats: twice the smallest size that is pooled
@@ -83,6 +85,29 @@ def test_a_pool_that_keeps_nothing():
     pool = TensorPool(keep=False)
     assert pool.zeros((ROWS, 8)).sum() == 0
     assert pool.held_bytes() == 0
+
+
+def test_nobody_chooses_while_another_one_does(monkeypatch):
+    pool, taken, start = TensorPool(), [], threading.Barrier(2, timeout=60)
+    address(pool.empty((ROWS, 8)))  # one idle block
+    count = pool_module._references
+
+    def slowly(blocks):
+        counts = count(blocks)
+        time.sleep(0.1)
+        return counts
+
+    def take() -> None:
+        start.wait()
+        taken.append(pool.empty((ROWS, 8)))
+
+    monkeypatch.setattr(pool_module, "_references", slowly)
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({address(tensor) for tensor in taken}) == 2
 
 
 def test_threads_never_get_the_same_memory():

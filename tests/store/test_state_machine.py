@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -209,7 +210,15 @@ class Machine(RuleBasedStateMachine):
         assert len(self.store) == len(self.values)
 
 
+class LongMachine(Machine):
+    """The same with more sequences, for the soak."""
+
+
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLongMachine = pytest.mark.soak(LongMachine.TestCase)
+TestLongMachine.settings = settings(
+    max_examples=200, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -121,7 +122,15 @@ class StoreMachine(RuleBasedStateMachine):
             assert set(self.store.keys(table).tolist()) == there
 
 
+class LongStoreMachine(StoreMachine):
+    """The same with more sequences, for the soak."""
+
+
 TestStore = StoreMachine.TestCase
+TestLongStore = pytest.mark.soak(LongStoreMachine.TestCase)
+TestLongStore.settings = settings(
+    max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestStore.settings = settings(
-    max_examples=12, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=7, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
