@@ -5,6 +5,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "nestpipe/parallel.h"
@@ -54,30 +55,34 @@ void check_row_index(const char* operation, const char* name, const std::int64_t
 void check_distinct_row_index(const char* operation, const char* name, const std::int64_t* index,
                               std::int64_t size, std::int64_t num_rows) {
   check_row_index(operation, name, index, size, num_rows);
-  if (size <= kGrain || num_threads() == 1) {
-    std::vector<std::uint64_t> seen(static_cast<std::size_t>(num_rows / 64 + 1));
-    std::uint64_t repeated = 0;
-    for (std::int64_t j = 0; j < size; ++j) {
-      std::uint64_t& word = seen[static_cast<std::size_t>(index[j] >> 6)];
+  // Each slice of positions has a bitmap of its own: threads that share one pass its lines back and
+  // forth.
+  const std::size_t words = static_cast<std::size_t>(num_rows / 64 + 1);
+  const bool alone = size < 2 * kGrain || num_rows / 32 > size;
+  const std::int64_t slices = alone ? 1 : num_threads();
+  std::vector<std::vector<std::uint64_t>> seen(static_cast<std::size_t>(slices));
+  std::vector<std::uint64_t> repeated(static_cast<std::size_t>(slices));
+  parallel_tasks(slices, [&](std::int64_t slice) {
+    std::vector<std::uint64_t> own(words);
+    std::uint64_t twice = 0;
+    for (std::int64_t j = size * slice / slices; j < size * (slice + 1) / slices; ++j) {
+      std::uint64_t& word = own[static_cast<std::size_t>(index[j] >> 6)];
       const std::uint64_t bit = std::uint64_t{1} << (index[j] & 63);
-      repeated |= word & bit;
+      twice |= word & bit;
       word |= bit;
     }
-    if (repeated != 0) throw_repeated(operation, name, index, num_rows);
-    return;
-  }
-  std::vector<std::uint64_t> seen(static_cast<std::size_t>(num_rows / 64 + 1));
-  std::atomic<bool> twice{false};
-  parallel_ranges(size, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    std::uint64_t repeated = 0;
-    for (std::int64_t j = begin; j < end; ++j) {
-      const std::uint64_t bit = std::uint64_t{1} << (index[j] & 63);
-      repeated |= bit & __atomic_fetch_or(&seen[static_cast<std::size_t>(index[j] >> 6)], bit,
-                                          __ATOMIC_RELAXED);
-    }
-    if (repeated != 0) twice.store(true, std::memory_order_relaxed);
+    repeated[static_cast<std::size_t>(slice)] = twice;
+    seen[static_cast<std::size_t>(slice)] = std::move(own);
   });
-  if (twice.load(std::memory_order_relaxed)) throw_repeated(operation, name, index, num_rows);
+  std::uint64_t any = repeated[0];
+  for (std::size_t slice = 1; slice < seen.size(); ++slice) {
+    any |= repeated[slice];
+    for (std::size_t w = 0; w < words; ++w) {
+      any |= seen[0][w] & seen[slice][w];
+      seen[0][w] |= seen[slice][w];
+    }
+  }
+  if (any != 0) throw_repeated(operation, name, index, num_rows);
 }
 
 }  // namespace nestpipe

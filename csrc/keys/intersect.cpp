@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "nestpipe/memory.h"
 #include "nestpipe/parallel.h"
 #include "pair_set.h"
 
@@ -19,6 +20,8 @@ namespace {
 
 constexpr std::int64_t kGrain = 8192;
 constexpr int kBlock = 32;
+// A table of several huge pages is worth having them: a probe then rarely misses the TLB.
+constexpr std::size_t kOwnPagesFrom = std::size_t{4} << 20;
 
 template <bool kTables>
 class PositionTable {
@@ -27,10 +30,17 @@ class PositionTable {
     std::uint64_t capacity = 64;
     while (capacity < 2 * static_cast<std::uint64_t>(list.size)) capacity *= 2;
     mask_ = capacity - 1;
-    slots_.reset(new std::uint32_t[capacity]);
+    const std::size_t bytes = capacity * sizeof(std::uint32_t);
+    if (bytes >= kOwnPagesFrom) {
+      pages_ = Block(&account_, bytes);
+      slots_ = static_cast<std::uint32_t*>(pages_.data());
+      return;
+    }
+    small_.reset(new std::uint32_t[capacity]);
+    slots_ = small_.get();
     parallel_ranges(static_cast<std::int64_t>(capacity), 8 * kGrain,
                     [this](std::int64_t begin, std::int64_t end) {
-                      std::fill(slots_.get() + begin, slots_.get() + end, 0u);
+                      std::fill(slots_ + begin, slots_ + end, 0u);
                     });
   }
 
@@ -39,7 +49,7 @@ class PositionTable {
     std::uint64_t home[kBlock];
     for (std::int64_t first = begin; first < end; first += kBlock) {
       const int count = static_cast<int>(std::min<std::int64_t>(end - first, kBlock));
-      prefetch(list_, first, count, home);
+      prefetch<true>(list_, first, count, home);
       for (int i = 0; i < count; ++i) insert_one(first + i, home[i]);
     }
   }
@@ -52,7 +62,7 @@ class PositionTable {
     std::int64_t found = 0;
     for (std::int64_t first = begin; first < end; first += kBlock) {
       const int count = static_cast<int>(std::min<std::int64_t>(end - first, kBlock));
-      prefetch(other, first, count, home);
+      prefetch<false>(other, first, count, home);
       for (int i = 0; i < count; ++i) {
         const std::int64_t position = static_cast<std::int64_t>(slots_[home[i]]) - 1;
         __builtin_prefetch(&list_.keys[position < 0 ? 0 : position]);
@@ -77,10 +87,12 @@ class PositionTable {
            (!kTables || list_.tables[position] == other.tables[at]);
   }
 
+  // Lines that will only be read stay with all threads.
+  template <bool kWrites>
   void prefetch(const KeyList& list, std::int64_t begin, int count, std::uint64_t* home) const {
     for (int i = 0; i < count; ++i) {
       home[i] = hash_pair(list.keys[begin + i], kTables ? list.tables[begin + i] : 0) & mask_;
-      __builtin_prefetch(&slots_[home[i]], 1);
+      __builtin_prefetch(&slots_[home[i]], kWrites ? 1 : 0);
     }
   }
 
@@ -104,7 +116,10 @@ class PositionTable {
 
   const KeyList& list_;
   std::uint64_t mask_;
-  std::unique_ptr<std::uint32_t[]> slots_;
+  MemoryAccount account_;
+  Block pages_;
+  std::unique_ptr<std::uint32_t[]> small_;
+  std::uint32_t* slots_;
 };
 
 template <bool kTables>
