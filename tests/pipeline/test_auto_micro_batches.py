@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_model import Batch, Recommender, Run, make_batch, make_pipeline, run_all, state_of
 
 from nestpipe_kernels import checkpoint
@@ -78,6 +79,20 @@ def test_batches_that_fail_count_like_others(choices):
     runs = run_all(2, "nested", batches, watch=[5], num_micro_batches="auto")
     assert [len(run.errors) for run in runs] == [1, 1]
     assert len(choices) == 2
+
+
+def test_evaluation_splits_batches_as_chosen(choices):
+    batch = make_batch(900, size=7)
+    with make_pipeline(Recommender(), num_micro_batches="auto") as pipeline:
+        iterator = iter(batches_of(0))
+        for _ in range(len(PROBED) + 1):
+            pipeline.progress(iterator)
+        assert pipeline.num_micro_batches == CHOSEN
+        pipeline.drain()
+        pipeline.model.eval()
+        output = pipeline.progress(iter([batch]))
+        with torch.no_grad():
+            torch.testing.assert_close(output, pipeline.model(batch)[1])
 
 
 def saved_at(path: Path, step: int) -> dict[str, Any]:
