@@ -182,6 +182,30 @@ def test_cost_relations() -> None:
         assert distinct <= int(str(cost["rows"])) <= num_parts * distinct
 
 
+@pytest.mark.parametrize(("num_samples", "num_parts"), [(26, 3), (24, 4), (29, 5), (17, 20)])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_large_batches_go_in_blocks_of_whole_parts(
+    objective: str, num_samples: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nestpipe_kernels.ops.cluster.MOST_TOGETHER", 10)
+    offsets, ids = topical_batch(num_samples, 6)
+    got = cluster(offsets, ids, num_parts, objective, seed=5)
+    assert_valid(got, num_samples, num_parts)
+    assert got.tolist() == cluster(offsets, ids, num_parts, objective, seed=5, implementation="reference").tolist()
+    block = {3: 9, 4: 8, 5: 10, 20: 20}[num_parts]
+    firsts = got[: partition_sizes(num_samples, num_parts)[0]]
+    first_block = (
+        cluster(offsets[: block + 1], ids[: block * 6], num_parts, objective, seed=5) if num_samples > block else got
+    )
+    assert firsts[firsts < block].tolist() == first_block[: len(firsts[firsts < block])].tolist()
+
+
+def test_the_time_of_a_large_batch_grows_with_its_size() -> None:
+    """65,536 samples: pricing all pairs of them would take minutes."""
+    offsets, ids = topical_batch(65_536, 4)
+    assert_valid(cluster(offsets, ids, 8, "resend"), 65_536, 8)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_deterministic_and_independent_of_threads(objective: str) -> None:
     offsets, ids = topical_batch(256, 30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from .reference import cluster_cost, partition_sizes
 __all__ = ["OBJECTIVES", "cluster", "cluster_cost", "partition_sizes"]
 
 OBJECTIVES = ("send_once", "resend")
+
+MOST_TOGETHER = 2048
+"""Samples that are clustered together; time grows with the square of their number, so more go in blocks."""
 
 
 def cluster(
@@ -29,7 +34,8 @@ def cluster(
     Part i takes the next B // N + (i < B % N) samples. A function of the arguments alone: one thread, integers only,
     so every machine and both implementations give the same order. Parts are grown by nearest samples, then improved by
     swaps of two samples: at most ten sweeps, each of which prices every swap once. A sample with 2^22 distinct ids or
-    more leaves the order as it is.
+    more leaves the order as it is. More than 2,048 samples are clustered in blocks of as many successive ones, each
+    block over all parts, so that time grows with their number and not with its square.
 
     Args:
         sample_offsets: int64 [B + 1], ascending from 0 to nnz: sample s uses ids sample_offsets[s] .. [s + 1].
@@ -41,7 +47,7 @@ def cluster(
         implementation: "native" or "reference" (slow).
 
     Returns:
-        order int64 [B], a permutation: ascending inside each part; never worse than the identity.
+        order int64 [B], a permutation: ascending inside each part; up to 2,048 samples never worse than the identity.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
@@ -60,7 +66,29 @@ def cluster(
     _check_offsets(sample_offsets, ids.numel())
     run = native.cluster if implementation == "native" else reference.cluster
     dense, num_ids = _dense(ids)
-    return run(sample_offsets, dense, num_ids, num_parts, objective, seed)
+    return _by_blocks(run, sample_offsets, dense, num_ids, num_parts, objective, seed)
+
+
+def _by_blocks(
+    run: Callable[..., Tensor],
+    offsets: Tensor,
+    ids: Tensor,
+    num_ids: int,
+    num_parts: int,
+    objective: str,
+    seed: int,
+) -> Tensor:
+    size, block = len(offsets) - 1, max(MOST_TOGETHER // num_parts, 1) * num_parts
+    if size <= block:
+        return run(offsets, ids, num_ids, num_parts, objective, seed)
+    parts: list[list[Tensor]] = [[] for _ in range(num_parts)]
+    for begin in range(0, size, block):  # a whole block gives every part as many: sizes add up to those of the batch
+        end = min(begin + block, size)
+        low, high = int(offsets[begin]), int(offsets[end])
+        order = run(offsets[begin : end + 1] - low, ids[low:high], num_ids, num_parts, objective, seed) + begin
+        for part, piece in zip(parts, torch.split(order, partition_sizes(end - begin, num_parts))):
+            part.append(piece)
+    return torch.cat([piece for part in parts for piece in part])
 
 
 def _check_offsets(offsets: Tensor, num_ids: int) -> None:
