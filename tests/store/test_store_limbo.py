@@ -169,8 +169,11 @@ def test_memory_of_a_process_stays_flat_at_capacity():
             resident.append((store.memory(), _resident_bytes()))
     warm, last = resident[0][0], resident[1][0]
     # A shard of the index keeps the length of its fullest moment: extremes still come up, ever more rarely.
-    assert last.pop("index") <= 1.25 * warm.pop("index")
-    assert last == warm
+    assert last["index"] <= 1.25 * warm["index"]
+    # How many rows there are at the moment, and what of the slabs is not theirs, goes up and down.
+    flat = ("slabs", "metadata", "admission", "file", "untouched")
+    assert [last[name] for name in flat] == [warm[name] for name in flat]
+    assert max(last["keys"], warm["keys"]) <= 2000 * 12
     # 500,000 keys came by; a row is 144 bytes, so keeping what they leave behind would show.
     assert resident[1][1] - resident[0][1] < 8 << 20
 
