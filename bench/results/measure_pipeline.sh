@@ -18,5 +18,5 @@ measure paper_npu_4_ranks --net 250mbit --ranks 4 --dense emulated --shape paper
 measure ml100k --net 100mbit --dense emulated --shape ml100k --data "$movielens"
 measure ml100k_cpu --net 100mbit --dense cpu --shape ml100k --data "$movielens"
 measure criteo --net 250mbit --dense cpu --shape criteo --peers
-measure dlrm --net 1gbit --dense cpu --shape dlrm --peers
+measure dlrm --net 1gbit --dense cpu --shape dlrm --peers --only nested nested+pooled
 cp out/pipeline_paper_npu/side_by_side.png "$results/../../docs/side_by_side.png"
