@@ -15,7 +15,7 @@ from nestpipe_kernels.bench.case import Implementation, Setup
 from nestpipe_kernels.bench.machine_floor import lines_of
 from nestpipe_kernels.bench.peers import Peer, Shape, available_peers
 from nestpipe_kernels.bench.zipf import draw_spread, spread_places, zipf_cdf
-from nestpipe_kernels.config import exponent, positive
+from nestpipe_kernels.config import non_negative, positive
 from nestpipe_kernels.types import SparseOptimizer
 
 __all__ = ["Ours", "add_options", "make_batches", "setups"]
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     parser.add_argument("--batch", type=positive, default=2048, help="samples of a step")
     parser.add_argument("--bag", type=positive, default=20, help="keys of a bag")
-    parser.add_argument("--zipf", type=exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    parser.add_argument("--zipf", type=non_negative, default=1.05, help="skew of the keys; 0 is uniform")
     parser.add_argument("--optimizer", choices=MEASURED_RULES, default="row_wise_adagrad", help="row update")
 
 

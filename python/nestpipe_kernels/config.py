@@ -13,8 +13,8 @@ __all__ = [
     "PipelineConfig",
     "default_threads",
     "environment",
-    "exponent",
     "launched_ranks",
+    "non_negative",
     "positive",
     "process_environment",
 ]
@@ -174,7 +174,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def exponent(text: str) -> float:
+def non_negative(text: str) -> float:
     """argparse type: a finite number >= 0."""
     try:
         value = float(text)

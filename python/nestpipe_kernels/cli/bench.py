@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nestpipe_kernels.cli.parser import LazyParser
-from nestpipe_kernels.config import exponent, positive
+from nestpipe_kernels.config import non_negative, positive
 
 __all__ = ["add_bench"]
 
@@ -85,7 +85,7 @@ def _add_evict(cases: Any) -> None:
     case = _add_case(cases, "evict", text)
     case.add_argument("--rows", type=positive, default=1_000_000, help="capacity of the table that evicts")
     case.add_argument("--keys", type=positive, default=20_000_000, help="ids of the Zipf stream")
-    case.add_argument("--zipf", type=exponent, default=1.05, help="skew of the Zipf stream")
+    case.add_argument("--zipf", type=non_negative, default=1.05, help="skew of the Zipf stream")
     case.add_argument("--batch", type=positive, default=65_536, help="keys of a call")
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     case.add_argument("--slack", type=float, default=0.0625, help="part of the capacity that is freed at once")
@@ -154,7 +154,7 @@ def _add_tier(cases: Any) -> None:
     case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
     case.add_argument("--batch", type=positive, default=1024, help="samples of a step")
     case.add_argument("--bag", type=positive, default=5, help="keys of a bag")
-    case.add_argument("--zipf", type=exponent, default=1.05, help="skew of the keys; 0 is uniform")
+    case.add_argument("--zipf", type=non_negative, default=1.05, help="skew of the keys; 0 is uniform")
     case.add_argument("--dense", choices=("cpu", "emulated"), default="cpu", help="a real dense part, or a timed wait")
     case.add_argument("--hidden", type=positive, default=1024, help="width of the real dense part's two hidden layers")
     case.add_argument("--compute-ms", type=float, default=150.0, help="time of the emulated dense part")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, positive, process_environment
+from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, non_negative, positive, process_environment
 
 __all__ = ["OPTIMIZERS", "TrainOptions", "add_train"]
 
@@ -90,16 +90,6 @@ def _duration(text: str) -> float:
     return value
 
 
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
-    return value
-
-
 def _micro_batches(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
@@ -123,10 +113,12 @@ def add_train(commands: Any) -> None:
     what.add_argument("--model", default="dlrm", help="dlrm (default)")
     what.add_argument("--dim", type=positive, default=64, metavar="D", help="size of an embedding (64)")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="of the tables")
-    what.add_argument("--lr", type=_rate, help="learning rate of the tables (that of the optimizer in torch)")
-    what.add_argument("--momentum", type=_rate, default=0.0, metavar="M", help="of sgd (0)")
-    what.add_argument("--weight-decay", type=_rate, metavar="D", help="of the tables (0; adamw 0.01)")
-    what.add_argument("--dense-lr", type=_rate, default=1e-3, help="learning rate of the dense part, Adam (0.001)")
+    what.add_argument("--lr", type=non_negative, help="learning rate of the tables (that of the optimizer in torch)")
+    what.add_argument("--momentum", type=non_negative, default=0.0, metavar="M", help="of sgd (0)")
+    what.add_argument("--weight-decay", type=non_negative, metavar="D", help="of the tables (0; adamw 0.01)")
+    what.add_argument(
+        "--dense-lr", type=non_negative, default=1e-3, help="learning rate of the dense part, Adam (0.001)"
+    )
     what.add_argument("--batch-size", type=positive, metavar="B", help="samples of a rank in a step (512)")
     what.add_argument("--steps", type=positive, metavar="N", help="steps in all (one pass over the data, at least 20)")
     what.add_argument("--seed", type=int, default=0, help="seed of data, tables and dense part (0)")
