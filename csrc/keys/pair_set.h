@@ -62,6 +62,13 @@ class PairSet {
     std::uint64_t slot_of[kBlock];
     for (std::int64_t begin = 0; begin < list.size; begin += kBlock) {
       const int count = static_cast<int>(list.size - begin < kBlock ? list.size - begin : kBlock);
+      if (repeats_last(list, begin, count)) {
+        for (int i = 0; i < count; ++i) {
+          counts_[last_] += extras.counts ? extras.counts[begin + i] : 1u;
+          out[begin + i] = static_cast<std::int32_t>(last_ - 1);
+        }
+        continue;
+      }
       while (2 * (static_cast<std::uint64_t>(next_) + kBlock) > slots_.size()) grow();
       prefetch_block(list, begin, count, slot_of);
       for (int i = 0; i < count; ++i) {
@@ -72,6 +79,7 @@ class PairSet {
         const std::uint32_t id = insert_one(list, at, slot_of[i], position);
         counts_[id] += extras.counts ? extras.counts[at] : 1u;
         out[at] = static_cast<std::int32_t>(id - 1);
+        last_ = id;
       }
     }
   }
@@ -100,6 +108,18 @@ class PairSet {
 
   bool equals(const KeyList& list, std::int64_t at, std::uint32_t id) const {
     return (keys_[id] == list.keys[at]) & (!kTables || tables_[id] == list.tables[at]);
+  }
+
+  // Whether all pairs of a block are the one inserted last: long runs, as in sorted lists, need no
+  // table. One look at the first pair tells most other lists.
+  bool repeats_last(const KeyList& list, std::int64_t begin, int count) const {
+    if (last_ == 0 || !equals(list, begin, last_)) return false;
+    std::uint64_t different = 0;
+    for (int i = 0; i < count; ++i) {
+      different |= static_cast<std::uint64_t>(list.keys[begin + i] ^ keys_[last_]);
+      if (kTables) different |= static_cast<std::uint32_t>(list.tables[begin + i] ^ tables_[last_]);
+    }
+    return different == 0;
   }
 
   void prefetch_block(const KeyList& list, std::int64_t begin, int count,
@@ -161,6 +181,7 @@ class PairSet {
   std::unique_ptr<std::uint32_t[]> counts_;
   std::vector<std::uint32_t> slots_;
   std::uint32_t next_ = 1;
+  std::uint32_t last_ = 0;  // The pair inserted last; 0: none.
 };
 
 }  // namespace nestpipe

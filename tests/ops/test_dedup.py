@@ -119,6 +119,23 @@ def test_fault_25_repeated_runs_are_equal(threads: int) -> None:
         assert_same(dedup(keys), first)
 
 
+def test_runs_of_any_length_equal_the_reference(threads: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 150, (1000,), generator=generator)
+    keys = torch.randint(6, (1000,), generator=generator).repeat_interleave(lengths)
+    tables = torch.randint(2, (1000,), generator=generator).to(torch.int32).repeat_interleave(lengths)
+    inside = torch.full_like(tables, 5)
+    inside[40_001] = 4
+    for argument in (None, tables, inside):
+        assert_same(dedup(keys, argument), dedup(keys, argument, implementation="reference"))
+    keys = torch.full((70_000,), -(2**63))
+    keys[[1, 31, 32, 63, 40_000, 69_999]] = 0
+    tables = torch.full((70_000,), 5, dtype=torch.int32)
+    tables[[95, 96, 40_001]] = 4
+    for argument in (None, tables):
+        assert_same(dedup(keys, argument), dedup(keys, argument, implementation="reference"))
+
+
 def test_equal_keys_of_different_tables_are_distinct() -> None:
     got = dedup(torch.tensor([4, 4, 4]), torch.tensor([0, 1, 0], dtype=torch.int32))
     assert got.inverse.tolist() == [0, 1, 0]
