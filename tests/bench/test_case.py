@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -69,6 +70,44 @@ def test_case_prints_a_line_for_each_shape_implementation_and_thread_count(capsy
         assert (line["case"], lines[0]["impl"]) == (name, "nestpipe")
         assert 0 < line["p20_ms"] <= line["median_ms"] <= line["p80_ms"]
         assert line["gb_per_s"] > 0 and line["fraction_of_floor"] > 0
+
+
+FIND_OR_INSERT = ["bench", "find_or_insert", "--keys", "3000", "--batch", "1000", "--dim", "8", "--repeat", "2"]
+
+
+def test_find_or_insert_without_its_peer(capsys, monkeypatch) -> None:
+    find_or_insert = importlib.import_module("nestpipe_kernels.bench.find_or_insert")
+    monkeypatch.setattr(find_or_insert, "load", lambda: (None, "absl (no compiler)"))
+    assert main([*FIND_OR_INSERT, "--peers", "--threads", "1", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out: absl (no compiler)" in err
+    lines = _lines(out)
+    assert [(x["shape"]["mix"], x["threads"], x["impl"]) for x in lines] == [
+        (mix, threads, "nestpipe") for threads in (1, 2) for mix in ("hits", "misses", "half")
+    ]
+
+
+@pytest.mark.soak
+def test_find_or_insert_beside_absl(capsys) -> None:
+    _, missing = importlib.import_module("nestpipe_kernels.bench.absl_peer").load()
+    if missing:
+        pytest.skip(missing)
+    assert main([*FIND_OR_INSERT, "--peers", "--threads", "1", "2"]) == 0
+    lines = _lines(capsys.readouterr().out)
+    assert len(lines) == 3 * 3 * 2
+    assert {"nestpipe", "absl::flat_hash_map + memcpy"} < {line["impl"] for line in lines}
+
+
+def test_absl_s_absence_has_a_reason(monkeypatch, tmp_path) -> None:
+    absl_peer = importlib.import_module("nestpipe_kernels.bench.absl_peer")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(absl_peer, "__file__", str(tmp_path / "absl_peer.py"))
+    assert "comes with a checkout" in absl_peer.load()[1]
+    (tmp_path / "absl_peer.cpp").write_text("#error no absl here\n")
+    monkeypatch.setattr(absl_peer.shutil, "which", lambda name: None)
+    assert "no C++ compiler" in absl_peer.load()[1]
+    monkeypatch.setattr(absl_peer.shutil, "which", lambda name: "/bin/false" if name == "c++" else None)
+    assert "Debian has it in libabsl-dev" in absl_peer.load()[1]
 
 
 def test_two_processes_exchange(capsys) -> None:

@@ -54,6 +54,20 @@ def test_repetitions_insert_once_and_count_each():
     assert store.metadata(keys_of(7, 8, 9)).last_used.tolist() == [3, 3, -1]
 
 
+def test_rows_go_where_the_caller_says():
+    store = item_store()
+    expected, _ = store.find_or_insert(keys_of(3, 4, 3))
+    out = torch.zeros(3, store.dim)
+    rows, status = store.find_or_insert(keys_of(4, 9, 3), out=out)
+    assert rows is out and status.tolist() == [FOUND, INSERTED, FOUND]
+    assert torch.equal(out[0], expected[1]) and torch.equal(out[2], expected[0])
+    assert torch.equal(out, store.find(keys_of(4, 9, 3))[0])
+    wrong = rf"find_or_insert: out must be a contiguous CPU tensor of float32 \[2, {store.dim}\], got float32 \[3,"
+    with pytest.raises(ValueError, match=wrong):
+        store.find_or_insert(keys_of(10, 11), out=out)
+    assert len(store) == 3
+
+
 def test_fault_15_reading_inserts_nothing():
     store = item_store()
     before = store.memory()

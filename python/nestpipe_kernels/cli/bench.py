@@ -14,6 +14,7 @@ __all__ = ["add_bench"]
 
 KERNEL_CASES = {
     "exchange": "rows exchanged between two processes on loopback",
+    "find_or_insert": "rows of keys out of a large table, made where there are none",
     "intersect": "the rows that two lists of keys have in common",
     "row_sync": "rows copied from one buffer to places of another",
     "train_step": "lookup and pooling, backward, and row update of one step on one process, without a dense part",

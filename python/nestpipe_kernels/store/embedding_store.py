@@ -279,12 +279,17 @@ class EmbeddingStore(RowTransfer):
 
     # -------------------------------------------------------------------------------------- rows by handle, further
 
-    def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
-        """float32 [n, dim], a copy; the default row's (see `gather`), rounded as stored, where the handle is -1."""
+    def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 [n, dim], a copy; the default row's (see `gather`), rounded as stored, where the handle is -1.
+
+        With `out`, float32 [n, dim], contiguous, this is what is filled and returned.
+        """
         check_keys("read_embeddings", keys, tables)
         check_tensor("read_embeddings", "handles", handles, INT64, (keys.numel(),))
         given = self._given.absent(keys, tables, handles)
-        out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
+        if out is None:
+            out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
+        check_tensor("read_embeddings", "out", out, FLOAT32, (keys.numel(), self.dim))
         self._native.read_embeddings(
             handles.data_ptr(), keys.data_ptr(), tables.data_ptr(), keys.numel(), out.data_ptr()
         )
@@ -359,12 +364,17 @@ class EmbeddingStore(RowTransfer):
         return self.read_embeddings(handles, keys, tables), status
 
     def find_or_insert(
-        self, keys: Tensor, table: str | int | None = None, batch: int | None = None
+        self,
+        keys: Tensor,
+        table: str | int | None = None,
+        batch: int | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Embeddings of keys, after inserting those that have no row, by the table's rules (see `retrieve`).
 
         Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used. None: the batch after
-        the largest one seen so far if the table has an admission or eviction rule, else -1.
+        the largest one seen so far if the table has an admission or eviction rule, else -1. `out`, a contiguous float32
+        [n, dim], is filled and returned if given.
 
         Returns:
             float32 [n, dim] copies, uint8 [n] status: INSERTED at the first occurrence of a new key, else FOUND. In a
@@ -377,6 +387,8 @@ class EmbeddingStore(RowTransfer):
         """
         keys, tables = self._public_keys("find_or_insert", keys, table)
         spec = self.tables[self._table(table)]
+        if out is not None:
+            check_tensor("find_or_insert", "out", out, FLOAT32, (keys.numel(), self.dim))
         if batch is None:
             batch = self.last_batch + 1 if has_policy(spec) else -1
         try:
@@ -394,7 +406,7 @@ class EmbeddingStore(RowTransfer):
                 f"its {self.size(spec.name)} rows (capacity {spec.capacity}); nothing was inserted: raise capacity, "
                 "erase keys, give the table an eviction rule, or use retrieve, which reports a status per key"
             )
-        return self.read_embeddings(retrieval.handles, keys, tables), retrieval.status
+        return self.read_embeddings(retrieval.handles, keys, tables, out), retrieval.status
 
     def apply_gradients(
         self, keys: Tensor, grads: Tensor, *, step: int, table: str | int | None = None, lr: float | None = None
