@@ -14,7 +14,10 @@ __all__ = ["FbgemmPeer", "Peer", "Shape", "TorchPeer", "available_peers"]
 
 @dataclass(frozen=True)
 class Shape:
-    """`tables` tables of `rows` x `dim`; a step has `batch` samples with one bag of `bag` keys for each table."""
+    """`tables` tables of `rows` x `dim`; a step has `batch` samples with one bag of `bag` keys for each table.
+
+    A part `hot` of the bags begins with key 0.
+    """
 
     tables: int
     rows: int
@@ -22,12 +25,17 @@ class Shape:
     batch: int
     bag: int
     zipf: float
+    hot: float = 0.0
 
 
 class Peer(ABC):
     """One implementation of a training step of the tables."""
 
     name: str
+
+    @abstractmethod
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids int64 [tables, batch * bag] and pool by sum: float32 [batch, tables * dim]."""
 
     @abstractmethod
     def step(self, ids: Tensor, grad: Tensor) -> Tensor:
@@ -83,9 +91,12 @@ class TorchPeer(Peer):
         self._offsets = torch.arange(0, shape.batch * shape.bag, shape.bag)
         self.name = f"torch.nn.EmbeddingBag sparse + {optimizer}"
 
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([bag(row, self._offsets) for bag, row in zip(self._bags, ids)], 1)
+
     def step(self, ids: Tensor, grad: Tensor) -> Tensor:
         self._optimizer.zero_grad()
-        output = torch.cat([bag(row, self._offsets) for bag, row in zip(self._bags, ids)], 1)
+        output = self.forward(ids)
         output.backward(grad)  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return output.detach()
@@ -121,11 +132,15 @@ class FbgemmPeer(Peer):
         )
         self._weights = self._tables.split_embedding_weights()
         for t in range(shape.tables):
-            self._weights[t].copy_(_filled(shape, ids[t], values[t]))
+            self._weights[t].zero_()[ids[t]] = values[t]
         self._offsets = torch.arange(0, shape.tables * shape.batch * shape.bag + 1, shape.bag)
 
-    def step(self, ids: Tensor, grad: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         output: Tensor = self._tables(ids.reshape(-1), self._offsets)
+        return output
+
+    def step(self, ids: Tensor, grad: Tensor) -> Tensor:
+        output = self.forward(ids)
         output.backward(grad)  # type: ignore[no-untyped-call]
         return output.detach()
 

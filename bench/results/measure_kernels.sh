@@ -10,3 +10,14 @@ rm -f "$results/kernels_rows.jsonl"
 # 12 GB of memory for the table and its two peers.
 rm -f "$results/kernels_store.jsonl"
 "$nestpipe" bench find_or_insert --peers --threads 1 2 --repeat 7 --json "$results/kernels_store.jsonl" > /dev/null
+
+rm -f "$results/kernels_pool.jsonl"
+for shape in default dim8 dim128 dim512 single small hot; do
+  "$nestpipe" bench lookup_pool --shapes $shape --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
+done
+for shape in default dim8 dim128 dim512 single small hot; do
+  "$nestpipe" bench train_step --shapes $shape --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
+done
+for shape in default single small; do
+  "$nestpipe" bench train_step --shapes $shape --optimizer adam --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
+done

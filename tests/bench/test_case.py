@@ -27,6 +27,7 @@ LINE = {"case": "c", "shape": {"n": 1}, "threads": 1, "impl": "x", "cpu": "?", "
 SMALL = {
     "intersect": ["--keys", "3000", "500", "--repeat", "2"],
     "row_sync": ["--rows", "300", "--dim", "8", "20", "--repeat", "2"],
+    "row_update": ["--rows", "300", "--dim", "8", "20", "--repeat", "2", "--optimizer", "sgd", "adagrad", "adam"],
 }
 
 

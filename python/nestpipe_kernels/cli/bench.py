@@ -16,7 +16,9 @@ KERNEL_CASES = {
     "exchange": "rows exchanged between two processes on loopback",
     "find_or_insert": "rows of keys out of a large table, made where there are none",
     "intersect": "the rows that two lists of keys have in common",
+    "lookup_pool": "rows of bags of keys looked up and summed",
     "row_sync": "rows copied from one buffer to places of another",
+    "row_update": "an update rule applied to the rows of a buffer",
     "train_step": "lookup and pooling, backward, and row update of one step on one process, without a dense part",
 }
 """Modules of nestpipe_kernels.bench on the frame of its module `case`, and what each measures."""
