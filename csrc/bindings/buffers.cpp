@@ -6,8 +6,10 @@
 #include "bindings.h"
 #include "nestpipe/finite_rows.h"
 #include "nestpipe/gather_rows.h"
+#include "nestpipe/mean_sources.h"
 #include "nestpipe/row_sync.h"
 #include "nestpipe/scatter_add_rows.h"
+#include "nestpipe/take_rows.h"
 #include "nestpipe/wire_rows.h"
 
 namespace nestpipe {
@@ -72,6 +74,51 @@ void bind_buffers(py::module_& module) {
       "zero_rows",
       [](const Matrix& target, const Index& index, std::int64_t dim) {
         zero_rows(to_scatter(target, index, Matrix(0, 0, 0), dim));
+      },
+      release);
+  module.def(
+      "entries_by_row",
+      [](const Index& slot, std::int64_t num_rows, Address starts, Address order) {
+        entries_by_row(as_pointer<const std::int64_t>(std::get<0>(slot)), std::get<1>(slot),
+                       num_rows, as_pointer<std::int64_t>(starts), as_pointer<std::int64_t>(order));
+      },
+      release);
+  // (starts, order) from entries_by_row, (ends, divisors, number) of sources, chosen rows or (0, 0)
+  module.def(
+      "mean_sources",
+      [](const Matrix& total, Address countable, const Matrix& boxes,
+         const std::tuple<Address, Address>& entries,
+         const std::tuple<Address, Address, std::int64_t>& sources, const Index& rows,
+         float limit) {
+        MeanSources a;
+        a.total = as_pointer<float>(std::get<0>(total));
+        std::tie(std::ignore, a.num_rows, a.dim) = total;
+        a.countable = as_pointer<std::uint8_t>(countable);
+        a.boxes = as_pointer<const float>(std::get<0>(boxes));
+        a.size = std::get<1>(boxes);
+        a.starts = as_pointer<const std::int64_t>(std::get<0>(entries));
+        a.order = as_pointer<const std::int64_t>(std::get<1>(entries));
+        a.source_ends = as_pointer<const std::int64_t>(std::get<0>(sources));
+        a.divisors = as_pointer<const float>(std::get<1>(sources));
+        a.num_sources = std::get<2>(sources);
+        a.rows = as_pointer<const std::int64_t>(std::get<0>(rows));
+        a.num_chosen = std::get<1>(rows);
+        a.limit = limit;
+        mean_sources(a);
+      },
+      release);
+  module.def(
+      "take_rows",
+      [](const Matrix& matrix, const Index& index, std::int64_t dim, Address out, Address peaks) {
+        TakeRows a;
+        a.matrix = as_pointer<float>(std::get<0>(matrix));
+        std::tie(std::ignore, a.num_rows, a.stride) = matrix;
+        a.dim = dim;
+        a.index = as_pointer<const std::int64_t>(std::get<0>(index));
+        a.size = std::get<1>(index);
+        a.out = as_pointer<float>(out);
+        a.peaks = as_pointer<float>(peaks);
+        take_rows(a);
       },
       release);
   module.def(

@@ -14,10 +14,12 @@
 #include "nestpipe/gather_rows.h"
 #include "nestpipe/lane_sum.h"
 #include "nestpipe/lookup_pool.h"
+#include "nestpipe/mean_sources.h"
 #include "nestpipe/parallel.h"
 #include "nestpipe/row_sync.h"
 #include "nestpipe/row_update.h"
 #include "nestpipe/scatter_add_rows.h"
+#include "nestpipe/take_rows.h"
 #include "nestpipe/wire_rows.h"
 
 namespace {
@@ -231,6 +233,55 @@ void test_row_movement() {
   CHECK_THROWS(std::invalid_argument, zero_rows(scatter));
 }
 
+void test_mean_sources() {
+  constexpr std::int64_t kRows = 2000;
+  constexpr std::int64_t kDim = 33;
+  // The first source has every row, the second every other one, downwards.
+  std::vector<std::int64_t> slot(kRows + kRows / 2);
+  for (std::int64_t u = 0; u < kRows; ++u) slot[u] = u;
+  for (std::int64_t j = 0; j < kRows / 2; ++j) slot[kRows + j] = kRows - 2 - 2 * j;
+  const auto size = static_cast<std::int64_t>(slot.size());
+  std::vector<std::int64_t> starts(kRows + 1);
+  std::vector<std::int64_t> order(slot.size());
+  entries_by_row(slot.data(), size, kRows, starts.data(), order.data());
+  std::vector<float> boxes = random_floats(size * kDim, 8);
+  boxes[5 * kDim + 32] = NAN;
+  std::vector<float> total(kRows * kDim, 7.0f);
+  std::vector<std::uint8_t> countable(kRows, 1);
+  const std::vector<std::int64_t> ends = {kRows, size};
+  const std::vector<float> divisors = {1.0f, 3.0f};
+  MeanSources a;
+  a.total = total.data();
+  a.countable = countable.data();
+  a.num_rows = kRows;
+  a.dim = kDim;
+  a.boxes = boxes.data();
+  a.size = size;
+  a.starts = starts.data();
+  a.order = order.data();
+  a.source_ends = ends.data();
+  a.divisors = divisors.data();
+  a.num_sources = 2;
+  a.limit = INFINITY;
+  mean_sources(a);
+  const float* second = boxes.data() + (kRows + kRows / 2 - 1) * kDim;
+  CHECK_EQUAL(total[0], (boxes[0] + second[0] / 3.0f) / 2.0f);
+  CHECK_EQUAL(total[kDim], boxes[kDim] / 2.0f);
+  for (std::int64_t u = 0; u < kRows; ++u) CHECK_EQUAL(int{countable[u]}, u == 5 ? 0 : 1);
+  std::vector<std::int64_t> index(kRows);
+  for (std::int64_t j = 0; j < kRows; ++j) index[j] = kRows - 1 - j;
+  std::vector<float> taken(kRows * kDim);
+  std::vector<float> peaks(kRows);
+  take_rows({boxes.data(), size, kDim, kDim, index.data(), kRows, taken.data(), peaks.data()});
+  CHECK_EQUAL(std::isnan(peaks[kRows - 1 - 5]), true);
+  CHECK_EQUAL(taken[0], total[(kRows - 1) * kDim] * 2.0f);
+  CHECK_EQUAL(boxes[5 * kDim + 32], 0.0f);
+  index[3] = index[4];
+  a.rows = index.data();
+  a.num_chosen = kRows;
+  CHECK_THROWS(std::invalid_argument, mean_sources(a));
+}
+
 void test_wire_formats() {
   constexpr std::int64_t kRows = 3000;
   constexpr WireFormat kFormats[] = {WireFormat::kFloat32, WireFormat::kBFloat16,
@@ -272,6 +323,7 @@ int main() {
   test_lane_sum_order();
   test_updates_of_every_rule();
   test_row_movement();
+  test_mean_sources();
   test_wire_formats();
   return nestpipe::failures() == 0 ? 0 : 1;
 }

@@ -211,9 +211,9 @@ def test_parts_that_a_source_told_are_checked():
 def test_bounds_add_every_occurrence_up():
     bounds = torch.zeros(3, dtype=torch.float64)
     parts = Parts(torch.tensor([0, 2, 0]), torch.tensor([0, 2, 3]), Transfer(torch.arange(2), [2]), [3])
-    note_bounds(bounds, parts, torch.tensor([[1.0, -4.0], [2.0, 0.5]]))
+    note_bounds(bounds, parts, torch.tensor([4.0, 2.0]))
     assert bounds.tolist() == [6.0, 0.0, 4.0]
-    note_bounds(bounds, parts, torch.tensor([[float("nan"), 0.0], [0.0, 1.0]]))
+    note_bounds(bounds, parts, torch.tensor([float("nan"), 1.0]))
     assert bounds.isnan().tolist() == [True, False, True]
 
 

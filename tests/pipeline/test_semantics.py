@@ -387,3 +387,30 @@ def test_the_timeline_of_a_run_can_be_saved(tmp_path, suffix):
     assert len({span.batch for span in spans}) <= 3
     if suffix == "json":
         assert json.loads(path.read_text())
+
+
+class Weights(Recommender):
+    """Weighs its micro-batches from the fourth batch on; before, with `first` each: a half is as good as no weights."""
+
+    def __init__(self, communicator, first):
+        super().__init__(communicator)
+        self.first = first
+
+    def forward(self, batch):
+        loss, logits = super().forward(batch)
+        weight = 3.0 if float(batch.dense[0, 0]) > 50 else self.first
+        return (loss, logits) if weight is None else (loss, logits, weight)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "nested"])
+def test_weights_that_begin_to_come_count_from_then_on(schedule):
+    """Sums of rows that were complete before the weights were known are made again."""
+    batches = [make_batch(t, size=8) for t in range(7)]
+    for batch in batches[3:]:
+        batch.dense = batch.dense + 100
+    late, always = (
+        run_all(2, schedule, lambda r: batches, [], lambda c, first=first: Weights(c, first)) for first in (None, 0.5)
+    )
+    for one, other in zip(late, always):
+        assert not one.errors
+        assert (one.losses, one.state.rows) == (other.losses, other.state.rows)

@@ -2,7 +2,8 @@
 
 import torch
 
-from nestpipe_kernels.stages.finite import bad_sources, largest
+from nestpipe_kernels.ops.mean_sources import entries_by_row, mean_sources
+from nestpipe_kernels.stages.finite import largest, largest_good
 
 MAX = torch.finfo(torch.float32).max
 
@@ -20,7 +21,11 @@ def test_a_gradient_counts_up_to_its_share_of_float32():
     for world in (1, 2, 3, 64):
         share = torch.tensor(MAX / (2 * world))
         rows = torch.stack([share, -share, share * 1.001, torch.tensor(float("nan")), -torch.tensor(MAX) * 2])
-        assert bad_sources(rows[:, None], world).tolist() == [False, False, True, True, True]
+        assert (largest(rows[:, None]) <= largest_good(world)).tolist() == [True, True, False, False, False]
+        countable, entries = torch.ones(5, dtype=torch.bool), entries_by_row(torch.arange(5), 5)
+        of_sources = [5] + [0] * (world - 1)
+        mean_sources(torch.empty(5, 1), countable, rows[:, None], entries, of_sources, limit=largest_good(world))
+        assert countable.tolist() == [True, True, False, False, False]
         assert torch.isfinite(share.repeat(world).sum() * 1.9)
 
 

@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 9;
+constexpr int kAbiVersion = 10;
 
 }  // namespace nestpipe

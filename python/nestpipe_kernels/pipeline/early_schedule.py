@@ -84,7 +84,6 @@ def _edges() -> list[Edge]:
         Edge("send_urgent", "send_rows", "rows that are here; the first micro-batch's own", micro=Micro.FIRST),
         Edge("begin", "send_rows", "whether they go again", across=True),
         Edge("sync", "send_rows", "the rows", micro=Micro.LATER),
-        Edge("recv_grads", "recv_grads", "a row's gradients end at different micro-batches", micro=Micro.NEXT),
         Edge("send_urgent", "send_rest", "after what the next batch waits for", -1),
         Edge("send_grads", "send_rest", "which gradients are left", micro=Micro.LAST),
         Edge("send_rest", "update", "the gradients", across=True),
@@ -97,7 +96,7 @@ _GONE = {
     "gather -> sync",
     "sync -> send_rows",
     "begin -> forward_backward[first]",
-    "recv_grads -> reduce_grads",
+    "recv_grads -> reduce_grads[last]",
     "reduce_grads -> update",
     "verdict -> update",
 }

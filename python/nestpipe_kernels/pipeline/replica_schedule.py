@@ -75,7 +75,15 @@ def _with_gradients(graph: Graph) -> Graph:
     stages = _changed(
         graph.stages,
         "recv_grads",
-        lambda one: replace(one, accesses=(*one.accesses, _each("group_grads", writes=True, region=Region.LAST))),
+        lambda one: replace(
+            one,
+            accesses=(
+                *(
+                    a for a in one.accesses if a.region is not Region.DONE
+                ),  # no sum before all groups' gradients are here
+                _each("group_grads", writes=True, region=Region.LAST),
+            ),
+        ),
     )
     stages = _changed(
         stages,
@@ -93,7 +101,8 @@ def _with_gradients(graph: Graph) -> Graph:
                   _each("owner_plan"), _each("replica_boxes", writes=True, region=returned)),
               cost=Cost("hbm", "row_bytes")),
     )  # fmt: skip
-    edges = [edge for edge in graph.edges if (edge.source, edge.target) != ("recv_grads", "reduce_grads")]
+    moved = ("recv_grads", "reduce_grads") if returned is Region.LAST else ("reduce_grads",)
+    edges = [edge for edge in graph.edges if edge.source != "recv_grads" or edge.target not in moved]
     edges += [
         Edge("recv_grads", "replicate_grads", "the gradients", micro=Micro.EACH),
         Edge("replicate_grads", "recv_replica_grads", "gradients of all groups", micro=Micro.EACH, across=True),

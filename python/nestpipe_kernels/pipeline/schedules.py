@@ -77,6 +77,10 @@ def _window_stages(schedule: Schedule, once: bool, pooled: bool) -> list[Stage]:
     sent = Region.FIRST if once and not pooled else Region.USED
     returned = Region.LAST if once else Region.USED
     boxed = Region.USED if pooled else returned
+    # A row is summed with the last micro-batch that uses it, unless owners pool: then all are in use to the end.
+    summed = (
+        () if pooled else (_each("boxes", region=Region.DONE), _each("row_gradients", writes=True, region=Region.DONE))
+    )
     stages = [
         Stage("begin", "begin", "caller", "other", accesses=(
             read("step_count"), write("dense.gradients"), _each("settings", writes=True))),
@@ -91,7 +95,7 @@ def _window_stages(schedule: Schedule, once: bool, pooled: bool) -> list[Stage]:
             _each("peaks", writes=True, region=returned)),
             cost=Cost("network", "row_bytes")),
         Stage("recv_grads", "recv_grads", "device", "communication", micro=True, lands=("grads",), accesses=(
-            _each("owner_plan"), _each("boxes", writes=True, region=boxed)), cost=Cost("hbm", "row_bytes")),
+            _each("owner_plan"), _each("boxes", writes=True, region=boxed), *summed), cost=Cost("hbm", "row_bytes")),
         Stage("reduce_grads", "reduce_grads", "device", "other", accesses=(
             _each("owner_plan"), _each("boxes", writes=True), _each("row_gradients", writes=True)),
             cost=Cost("hbm", "row_bytes")),
@@ -182,10 +186,10 @@ def _window_edges(schedule: Schedule, once: bool, pooled: bool) -> list[Edge]:
         edges.append(Edge("send_grads", "commit", "finite or not", micro=Micro.LAST))
     elif once:
         edges.append(Edge("forward_backward", "forward_backward", "sum order", micro=Micro.NEXT))
-        if pooled:
-            edges.append(Edge("recv_grads", "recv_grads", "sum order", micro=Micro.NEXT))
-        ends = Micro.LAST if pooled else Micro.ALL
-        edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=ends))
+        edges.append(
+            Edge("recv_grads", "recv_grads", "a row's gradients end at different micro-batches", micro=Micro.NEXT)
+        )
+        edges.append(Edge("recv_grads", "reduce_grads", "all gradients", micro=Micro.LAST))
         edges.append(Edge("send_grads", "commit", "finite or not"))
     else:
         edges.append(Edge("send_grads", "forward_backward", "accumulators are free again", micro=Micro.NEXT))

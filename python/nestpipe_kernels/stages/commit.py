@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm import exchange_same
+from ..ops.mean_sources import entries_by_row, mean_sources
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
-from ..ops.scatter_add_rows import scatter_add_rows
-from .finite import bad_bounds, bad_sources, judge_own
+from .finite import bad_bounds, judge_own, largest_good
 from .messages import Flags, pack_flags, unpack_flags
 from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
 
@@ -41,9 +42,13 @@ def begin(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Mean over sources of all row gradients."""
+    """Mean over sources of all row gradients that `recv_grads` has not summed, or has summed before a model that never
+    returned weights did so."""
+    divided = any(divisor != 1.0 for divisor in batch.divisors)
     for owner in batch.owner:
-        sum_sources(rank, batch, owner)
+        if owner.row_gradients is None or divided:
+            owner.row_gradients = None
+            sum_sources(rank, batch, owner)
         owner.boxes = None
 
 
@@ -52,32 +57,31 @@ def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Te
 
     `chosen`: bool [U], rows whose gradients are all in their boxes, or None for all rows.
     """
-    world = rank.communicator.size
     assert owner.boxes is not None
     if owner.row_gradients is None:
-        owner.row_gradients = rank.pool.zeros((len(owner.keys), owner.boxes.shape[1]))
+        owner.row_gradients = rank.pool.empty((len(owner.keys), owner.boxes.shape[1]))
         owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
-    total, countable = owner.row_gradients, owner.countable
-    assert countable is not None
-    wanted = None if chosen is None else chosen[owner.slot]
+    assert owner.countable is not None
+    if owner.by_row is None:
+        owner.by_row = entries_by_row(owner.slot, len(owner.keys))
+    limit = largest_good(rank.communicator.size)
+    if owner.bounds is not None:
+        _judge_bounds(rank, batch, owner, owner.countable)
+        limit = math.inf
+    rows = None if chosen is None else torch.nonzero(chosen).squeeze(1)
+    mean_sources(
+        owner.row_gradients, owner.countable, owner.boxes, owner.by_row, owner.per_peer, batch.divisors, rows, limit
+    )
+
+
+def _judge_bounds(rank: RankState, batch: BatchState, owner: OwnerKeys, countable: Tensor) -> None:
+    """Where owners pool, only bounds of the sources' gradients are known on both sides."""
+    assert owner.bounds is not None
     start = 0
     for peer, length in enumerate(owner.per_peer):
-        slot, part = owner.slot[start : start + length], owner.boxes[start : start + length]
-        bounds = None if owner.bounds is None else owner.bounds[start : start + length]
-        if wanted is not None:
-            picked = torch.nonzero(wanted[start : start + length]).squeeze(1)
-            slot, part = slot[picked], part[picked]
-        if batch.divisors and batch.divisors[peer] != 1.0:
-            part = part / batch.divisors[peer]
-        bad = bad_sources(part, world) if bounds is None else bad_bounds(bounds, batch.divisors[peer], world)
-        countable[slot[bad]] = False
-        scatter_add_rows(total, slot, part)
+        bad = bad_bounds(owner.bounds[start : start + length], batch.divisors[peer], rank.communicator.size)
+        countable[owner.slot[start : start + length][bad]] = False
         start += length
-    sources = len(owner.per_peer)
-    if sources > 1 and chosen is None:
-        total /= sources
-    elif sources > 1:
-        total[chosen] /= sources
 
 
 def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..comm import exchange_same
 from ..comm.router import Transfer
 from ..errors import CommunicationError
-from ..ops.gather_rows import gather_rows
 from ..ops.row_sync import row_sync
+from ..ops.take_rows import take_rows
 from . import commit, window
 from .finite import as_read, note_gradients
 from .state import BatchState, EarlyRows, OwnerKeys, RankState, StorePlan
@@ -230,26 +230,18 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     if micro < rank.num_micro_batches - 1:
         window.send_grads(rank, batch, micro)
         return
-    moves = [_last_grads(plan) for plan in batch.plans]
-    urgent, batch.remaining = (
-        [
-            gather_rows(plan.gradients, both[k].positions, plan.gradients.shape[1])
-            for plan, both in zip(batch.plans, moves)
-        ]
-        for k in range(2)
-    )
-    window.post_grads(
-        rank,
-        batch,
-        ("grads", micro),
-        urgent,
-        [both[0] for both in moves],
-        [_last_grads(o)[0] for o in batch.owner],
-        True,
-    )
-    for plan, both, *parts in zip(batch.plans, moves, urgent, batch.remaining):
-        for move, part in zip(both, parts):
-            note_gradients(plan, move.positions, as_read(part, rank.gradient_wire))
+    moves = [_last_grads(plan)[0] for plan in batch.plans]
+    urgent = [_take(rank, plan, move) for plan, move in zip(batch.plans, moves)]
+    window.post_grads(rank, batch, ("grads", micro), urgent, moves, [_last_grads(o)[0] for o in batch.owner], True)
+    # The others leave later, but the commit, which comes before, judges them.
+    batch.remaining = [_take(rank, plan, _last_grads(plan)[1]) for plan in batch.plans]
+
+
+def _take(rank: RankState, plan: StorePlan, move: Transfer) -> Tensor:
+    """Gradients out of their accumulators, with a note of their magnitudes for the commit."""
+    part, peaks = take_rows(plan.gradients, move.positions)
+    note_gradients(plan, move.positions, as_read(part, peaks, rank.gradient_wire)[1])
+    return part
 
 
 def send_remaining_grads(rank: RankState, batch: BatchState, micro: int) -> None:

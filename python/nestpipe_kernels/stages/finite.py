@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.wire_rows import decode_rows, encode_rows
 from .state import BatchState, RankState, StorePlan
 
-__all__ = ["as_read", "bad_bounds", "bad_sources", "judge_own", "largest", "note_gradients"]
+__all__ = ["as_read", "bad_bounds", "judge_own", "largest", "largest_good", "note_gradients"]
 
 _NAMED_KEYS = 4
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -25,28 +25,29 @@ def largest(rows: Tensor) -> Tensor:
     return torch.maximum(rows.amax(1), -rows.amin(1))
 
 
-def _limit(world_size: int) -> float:
+def largest_good(world_size: int) -> float:
+    """The largest magnitude with which a source's gradient, divided by its divisor, counts."""
     return _FLOAT_MAX / (2 * world_size)
 
 
-def bad_sources(parts: Tensor, world_size: int) -> Tensor:
-    """bool [n]: which rows (one source's gradients, divided by its divisor) do not count."""
-    return ~(largest(parts) <= _limit(world_size))
+def as_read(parts: Tensor, peaks: Tensor, wire: str) -> tuple[Tensor, Tensor]:
+    """(float32 [n, dim], float32 [n]): what the owner will read of gradients that travel as `wire`, and its largest
+    magnitudes; `peaks` are those of `parts`."""
+    if wire == "fp32":
+        return parts, peaks
+    read = decode_rows(encode_rows(parts, wire), parts.shape[1], wire)
+    return read, largest(read)
 
 
-def as_read(parts: Tensor, wire: str) -> Tensor:
-    """float32 [n, dim]: what the owner will read of gradients that travel as `wire`."""
-    return parts if wire == "fp32" else decode_rows(encode_rows(parts, wire), parts.shape[1], wire)
-
-
-def note_gradients(plan: StorePlan, positions: Tensor, parts: Tensor) -> None:
-    """Remember the largest magnitude of gradients that are complete: `parts` as the owner will read them."""
-    _peaks(plan)[positions] = largest(parts)
+def note_gradients(plan: StorePlan, positions: Tensor, peaks: Tensor) -> None:
+    """Remember the largest magnitudes of gradients that are complete, as the owner will read them."""
+    _peaks(plan)[positions] = peaks
 
 
 def bad_bounds(bounds: Tensor, divisor: float, world_size: int) -> Tensor:
-    """bool [n]: as `bad_sources`, of gradients of which only bounds are known: those that owners pool."""
-    return ~(bounds / abs(divisor) <= _limit(world_size))
+    """bool [n]: which rows of one source do not count, of gradients of which only bounds are known: those that owners
+    pool."""
+    return ~(bounds / abs(divisor) <= largest_good(world_size))
 
 
 def _bound(plan: StorePlan) -> Tensor:
@@ -72,7 +73,7 @@ def judge_own(rank: RankState, batch: BatchState) -> tuple[int, str]:
     divisor = torch.tensor(abs(batch.loss_divisor), dtype=torch.float32)  # as it travels
     for binding, plan in zip(rank.bindings, batch.plans):
         peaks = _peaks(plan) if not plan.parts else _bound(plan)
-        rows = torch.nonzero(~(peaks / divisor.to(peaks.dtype) <= _limit(rank.communicator.size))).squeeze(1)
+        rows = torch.nonzero(~(peaks / divisor.to(peaks.dtype) <= largest_good(rank.communicator.size))).squeeze(1)
         bad += len(rows)
         for row in rows[:_NAMED_KEYS].tolist():
             lists = plan.source.lists

@@ -142,11 +142,12 @@ def join_rows(
 
 def split_rows(
     message: Tensor, per_peer: Sequence[Sequence[int]], dims: Sequence[int], wire: str, lead: bool, world_size: int
-) -> tuple[list[Tensor], list[float]]:
-    """The inverse of join_rows: float32 rows of each store (peers concatenated) and the leading numbers."""
+) -> tuple[list[list[Tensor]], list[float]]:
+    """The inverse of join_rows: float32 rows of each store, in one or several pieces in the order of peers, and the
+    leading numbers."""
     widths = [wire_width(dim, wire) for dim in dims]
     if len(dims) == 1 and not lead:
-        return [decode_rows(message.view(-1, widths[0]), dims[0], wire)], []
+        return [[decode_rows(message.view(-1, widths[0]), dims[0], wire)]], []
     sizes = []
     for peer in range(world_size):
         sizes += [_lead_width(wire)] * lead + [counts[peer] * width for counts, width in zip(per_peer, widths)]
@@ -156,5 +157,5 @@ def split_rows(
     rows = []
     for s, (dim, width) in enumerate(zip(dims, widths)):
         parts = [pieces[peer * step + lead + s].view(-1, width) for peer in range(world_size)]
-        rows.append(decode_rows(torch.cat(parts), dim, wire))
+        rows.append([decode_rows(part, dim, wire) for part in parts])
     return rows, leads

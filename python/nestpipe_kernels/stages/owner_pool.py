@@ -29,7 +29,6 @@ from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward, pool_forward
 from ..ops.wire_rows import wire_dtype, wire_width
 from ..types import DataType, LookupCall, PoolingType, StoreKeys
-from .finite import largest
 from .state import BatchState, OwnerKeys, Parts, RankState, StoreBinding
 
 __all__ = [
@@ -309,10 +308,11 @@ def add_gradients(owner: OwnerKeys, micro: int, gradients: Tensor) -> None:
     pool_backward([gradients], None, parts.entries, parts.offsets, (0, number), (_SUM,), None, owner.boxes)
 
 
-def note_bounds(bounds: Tensor, parts: Parts, gradients: Tensor) -> None:
-    """bounds float64 [entries] += the largest magnitude in the gradient of every occurrence, as both sides add it."""
-    if not len(gradients):
+def note_bounds(bounds: Tensor, parts: Parts, peaks: Tensor) -> None:
+    """bounds float64 [entries] += the largest magnitude in the gradient of every occurrence, as both sides add it.
+    `peaks`: float32, that of each part."""
+    if not len(peaks):
         return
-    peaks = largest(gradients).numpy().repeat(np.diff(parts.offsets.numpy()))
-    added = np.bincount(parts.entries.numpy(), peaks, minlength=len(bounds))
+    of_occurrences = peaks.numpy().repeat(np.diff(parts.offsets.numpy()))
+    added = np.bincount(parts.entries.numpy(), of_occurrences, minlength=len(bounds))
     bounds += torch.from_numpy(added)

@@ -13,6 +13,7 @@ from ..errors import CommunicationError
 from ..ops.bucketize import bucketize
 from ..ops.cluster import cluster, partition_sizes
 from ..ops.dedup import dedup
+from ..ops.mean_sources import entries_by_row
 from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
 from .owner_pool import land_parts, pool_at_owners, post_parts
@@ -288,6 +289,7 @@ def merge_sources(rank: RankState, batch: BatchState) -> None:
             owner = _merged(rank, lists, sources if everyone else slice(0, topology.num_shards))
         if batch.training:
             owner.boxes = rank.pool.zeros((len(owner.slot), binding.store.dim))
+            owner.by_row = entries_by_row(owner.slot, len(owner.keys))
         batch.divisors = [1.0] * len(owner.per_peer)
         batch.owner.append(owner)
     if batch.part_sizes and batch.part_sizes[0]:

@@ -302,6 +302,8 @@ class OwnerKeys:
     """What the other groups look up too, where copies of the tables train apart; all else here is the own group's."""
     boxes: Tensor | None = None
     """float32 [M, dim]: gradients as received, per source."""
+    by_row: tuple[Tensor, Tensor] | None = None
+    """`entries_by_row` of `slot`, in training."""
     row_gradients: Tensor | None = None
     """float32 [U, dim], averaged over ranks."""
     parts: list[Parts] = field(default_factory=list)

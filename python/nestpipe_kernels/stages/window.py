@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from ..comm.router import Transfer
 from ..errors import CaptureError
 from ..ops.gather_rows import gather_rows
 from ..ops.lookup_pool import pool_backward
-from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
+from ..ops.scatter_add_rows import scatter_add_rows, scatter_rows
+from ..ops.take_rows import take_rows
 from ..ops.wire_rows import wire_dtype
 from ..types import EmbeddingModule, LookupCall, PoolingType, StoreKeys
+from .commit import sum_sources
 from .counting import Sent
 from .finite import as_read, largest, note_gradients
 from .lookup_function import run_lookup
@@ -99,8 +102,14 @@ def land_rows(rank: RankState, batch: BatchState, micro: int) -> None:
     for name, moves in batch.arrivals.pop(micro):
         message = batch.land(*name)
         rows, _ = split_rows(message, _per_peer(moves), dims, rank.row_wire, False, rank.topology.num_shards)
-        for plan, move, part in zip(plans, moves, rows):
-            scatter_rows(plan.received, move.positions, part)
+        for plan, move, pieces in zip(plans, moves, rows):
+            for positions, part in _placed(move, pieces):
+                scatter_rows(plan.received, positions, part)
+
+
+def _placed(move: Transfer, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of a message, each with its part of the positions."""
+    return zip(move.positions.split_with_sizes([len(piece) for piece in pieces]), pieces)
 
 
 class MicroContext:
@@ -269,17 +278,14 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     moves = [plan.grads[micro] for plan in batch.plans] + [plan.parts[micro].move for plan in pooled]
     incoming = [owner.grads[micro] for owner in batch.owner]
     incoming += [owner.parts[micro].move for owner in batch.owner if owner.parts]
-    parts = []
-    for plan, move in zip([*batch.plans, *pooled], moves):
-        parts.append(gather_rows(plan.gradients, move.positions, plan.gradients.shape[1]))
-        zero_rows(plan.gradients, move.positions)
+    taken = [take_rows(plan.gradients, move.positions) for plan, move in zip([*batch.plans, *pooled], moves)]
     last = micro == rank.num_micro_batches - 1
-    post_grads(rank, batch, ("grads", micro), parts, moves, incoming, last)
-    read = [as_read(part, rank.gradient_wire) for part in parts]
-    for plan, move, part in zip(batch.plans, moves, read):
-        _judge_later(rank, plan, move, part, micro)
-    for plan, part in zip(pooled, read[len(batch.plans) :]):
-        note_bounds(plan.bounds[micro], plan.parts[micro], part)
+    post_grads(rank, batch, ("grads", micro), [part for part, _ in taken], moves, incoming, last)
+    read = [as_read(part, peaks, rank.gradient_wire) for part, peaks in taken]
+    for plan, move, (part, peaks) in zip(batch.plans, moves, read):
+        _judge_later(rank, plan, move, part, peaks, micro)
+    for plan, (_, peaks) in zip(pooled, read[len(batch.plans) :]):
+        note_bounds(plan.bounds[micro], plan.parts[micro], peaks)
 
 
 def post_grads(
@@ -304,24 +310,24 @@ def post_grads(
     batch.post(*name, handle)
 
 
-def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor, micro: int) -> None:
+def _judge_later(rank: RankState, plan: StorePlan, move: Transfer, part: Tensor, peaks: Tensor, micro: int) -> None:
     """Note what was sent, for the commit; where it goes in pieces, the sum of the pieces, as the owner adds them."""
     if plan.parts:
         plan.bounds[micro] = torch.zeros(len(plan.source.lists.keys), dtype=torch.float64)
-        plan.bounds[micro][move.positions] = largest(part).to(torch.float64)
+        plan.bounds[micro][move.positions] = peaks.to(torch.float64)
     elif not rank.track_use:
-        note_gradients(plan, move.positions, part)
+        note_gradients(plan, move.positions, peaks)
     if plan.parts or not rank.track_use:
         return
     if plan.summed is None:
         plan.summed = torch.zeros_like(plan.gradients)
     scatter_add_rows(plan.summed, move.positions, part)
     if micro == rank.num_micro_batches - 1:
-        note_gradients(plan, torch.arange(len(plan.summed)), plan.summed)
+        note_gradients(plan, torch.arange(len(plan.summed)), largest(plan.summed))
 
 
 def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
-    """Gradients from every source into its boxes."""
+    """Gradients from every source into its boxes; then the sums of rows that get no later gradient."""
     message = batch.land("grads", micro)
     served = slice(0, rank.topology.num_shards)
     if rank.topology.mode == "exact":
@@ -330,6 +336,11 @@ def recv_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     moves = [owner.grads[micro] for owner in batch.owner]
     moves += [owner.parts[micro].move for owner in batch.owner if owner.parts]
     put_gradients(rank, batch, micro, message, moves, served)
+    # Divisors are not known before the last micro-batch; an owner that pools adds to all rows in each.
+    if rank.topology.mode == "exact" or batch.weighted_sources or any(owner.parts for owner in batch.owner):
+        return
+    for owner in batch.owner:
+        sum_sources(rank, batch, owner, owner.last_use() == micro)
 
 
 def put_gradients(
@@ -340,13 +351,15 @@ def put_gradients(
     parts, divisors = split_rows(message, _per_peer(moves), dims, rank.gradient_wire, True, rank.topology.num_shards)
     if micro == rank.num_micro_batches - 1:
         batch.divisors[sources] = divisors
-    for owner, move, part in zip(batch.owner, moves, parts):
+    for owner, move, pieces in zip(batch.owner, moves, parts):
         assert owner.boxes is not None
-        scatter_add_rows(owner.boxes, move.positions, part)
-        if owner.bounds is not None:
-            owner.bounds[move.positions] += largest(part)
+        for positions, part in _placed(move, pieces):
+            scatter_add_rows(owner.boxes, positions, part)
+            if owner.bounds is not None:
+                owner.bounds[positions] += largest(part)
     pooled = [owner for owner in batch.owner if owner.parts]
-    for owner, part in zip(pooled, parts[len(batch.owner) :]):
+    for owner, pieces in zip(pooled, parts[len(batch.owner) :]):
         assert owner.bounds is not None
+        part = torch.cat(pieces)
         add_gradients(owner, micro, part)
-        note_bounds(owner.bounds, owner.parts[micro], part)
+        note_bounds(owner.bounds, owner.parts[micro], largest(part))
