@@ -12,6 +12,8 @@
 #include "bindings.h"
 #include "nestpipe/hash.h"
 #include "nestpipe/init.h"
+#include "pool_arguments.h"
+#include "update_arguments.h"
 
 namespace nestpipe {
 namespace {
@@ -205,6 +207,31 @@ void bind_rows_of_store(py::class_<EmbeddingStore>& store) {
       [](EmbeddingStore& self, Address handles, std::int64_t size, Address values) {
         self.write_embeddings(as_pointer<const std::int64_t>(handles), size,
                               as_pointer<const float>(values));
+      },
+      Unlocked());
+  store.def_property_readonly("pools_in_place", &EmbeddingStore::pools_in_place);
+  store.def("sequence", &EmbeddingStore::sequence, Unlocked());
+  store.def(
+      "pool",
+      [](const EmbeddingStore& self, Address handles, Address keys, Address tables,
+         std::int64_t size, const BagsTuple& bags, const SegmentBags& segment_bags,
+         const SegmentModes& segment_modes, const MatrixList& outs) {
+        self.pool(as_pointer<const std::int64_t>(handles), key_span(keys, tables, size),
+                  to_bags(bags, segment_bags, segment_modes),
+                  to_matrices<SegmentOutput, float>(outs));
+      },
+      Unlocked());
+  store.def(
+      "update_pooled",
+      [](EmbeddingStore& self, Address handles, std::int64_t size, const BagsTuple& bags,
+         const SegmentBags& segment_bags, const SegmentModes& segment_modes,
+         const MatrixList& grads, const PerRowTuple& per_row, const SettingsTuple& settings) {
+        UpdateArguments a;
+        set_per_row(per_row, &a);
+        self.update_pooled(as_pointer<const std::int64_t>(handles), size,
+                           to_bags(bags, segment_bags, segment_modes),
+                           to_matrices<SegmentGradient, const float>(grads), a,
+                           to_settings(settings));
       },
       Unlocked());
   store.def(

@@ -24,20 +24,24 @@ void write_updates(float* header, std::int32_t updates) {
   std::memcpy(header, &updates, sizeof updates);
 }
 
+// Updates rows begin .. end - 1 by gradients that stand `stride` apart.
 template <typename Rule>
-void update_rows(const UpdateArguments& a, std::int64_t num_state, const Rule& rule) {
+void update_rows(const UpdateArguments& a, std::int64_t num_state, const Rule& rule,
+                 std::int64_t begin, std::int64_t end, const float* grads, std::int64_t stride) {
   const std::int64_t words = embedding_words(a.data_type, a.dim);
   const bool in_place = a.data_type == DataType::kFloat32;
   // scratch: [dim] for the rule, then [dim] for the widened embedding.
-  const auto update = [&](std::int64_t u, float* scratch) {
-    float* row = a.rows + u * a.row_floats;
+  std::vector<float> memory(static_cast<std::size_t>(in_place ? a.dim : 2 * a.dim));
+  float* const scratch = memory.data();
+  const auto update = [&](std::int64_t u) {
+    float* row = a.row(u);
     float* embedding = in_place ? row : scratch + a.dim;
     float* state = row + words;
     float* header = state + num_state;
     const std::int32_t updates = read_updates(header);
     const float lr = a.row_lr != nullptr ? a.row_lr[u] : a.lr;
     if (!in_place) unpack_embedding(a.data_type, row, a.dim, embedding);
-    rule(RowParts{embedding, state, a.grads + u * a.grad_stride, scratch, a.dim, lr, updates});
+    rule(RowParts{embedding, state, grads + (u - begin) * stride, scratch, a.dim, lr, updates});
     if (!in_place && a.rounding.keys == nullptr) {
       pack_embedding(a.data_type, embedding, a.dim, row);
     } else if (!in_place) {
@@ -45,13 +49,9 @@ void update_rows(const UpdateArguments& a, std::int64_t num_state, const Rule& r
     }
     if (updates < std::numeric_limits<std::int32_t>::max()) write_updates(header, updates + 1);
   };
-  parallel_ranges(
-      a.num_rows, rows_per_task(a.row_floats), [&](std::int64_t begin, std::int64_t end) {
-        std::vector<float> scratch(static_cast<std::size_t>(in_place ? a.dim : 2 * a.dim));
-        for (std::int64_t u = begin; u < end; ++u) {
-          if (a.mask == nullptr || a.mask[u] != 0) update(u, scratch.data());
-        }
-      });
+  for (std::int64_t u = begin; u < end; ++u) {
+    if (a.mask == nullptr || a.mask[u] != 0) update(u);
+  }
 }
 
 // Calls body(std::true_type) or body(std::false_type).
@@ -95,31 +95,57 @@ double integer_power(double base, std::int64_t exponent) {
   return power;
 }
 
-void row_update(const UpdateArguments& a, const UpdateSettings& s) {
-  const std::int64_t num_state = state_floats(s, a.dim);
+namespace {
+
+// Calls body(rule) with the settings' rule.
+template <typename Body>
+void with_rule(const UpdateSettings& s, const Body& body) {
   with_flag(s.weight_decay != 0.0, [&](auto decay) {
     switch (s.rule) {
       case UpdateRule::kSgd:
-        if (s.momentum == 0.0) return update_rows(a, num_state, Sgd<decay.value>(s));
-        return with_flag(s.nesterov, [&](auto nesterov) {
-          update_rows(a, num_state, MomentumSgd<decay.value, nesterov.value>(s));
-        });
+        if (s.momentum == 0.0) return body(Sgd<decay.value>(s));
+        return with_flag(s.nesterov,
+                         [&](auto nesterov) { body(MomentumSgd<decay.value, nesterov.value>(s)); });
       case UpdateRule::kAdagrad:
-        return update_rows(a, num_state, Adagrad<decay.value>(s));
+        return body(Adagrad<decay.value>(s));
       case UpdateRule::kRowWiseAdagrad:
-        return update_rows(a, num_state, RowWiseAdagrad<decay.value>(s));
+        return body(RowWiseAdagrad<decay.value>(s));
       case UpdateRule::kAdam:
-        return update_rows(a, num_state, Adam<decay.value>(s));
+        return body(Adam<decay.value>(s));
       case UpdateRule::kAdamW:
-        return update_rows(a, num_state, AdamW(s));
+        return body(AdamW(s));
       case UpdateRule::kRowWiseAdam:
-        return update_rows(a, num_state, RowWiseAdam(s));
+        return body(RowWiseAdam(s));
       case UpdateRule::kFtrl:
-        return update_rows(a, num_state, Ftrl<decay.value>(s));
+        return body(Ftrl<decay.value>(s));
       case UpdateRule::kLamb:
-        return update_rows(a, num_state, Lamb<decay.value>(s));
+        return body(Lamb<decay.value>(s));
     }
   });
+}
+
+}  // namespace
+
+void row_update(const UpdateArguments& a, const UpdateSettings& s) {
+  const std::int64_t num_state = state_floats(s, a.dim);
+  with_rule(s, [&](const auto& rule) {
+    parallel_ranges(a.num_rows, rows_per_task(a.row_floats),
+                    [&](std::int64_t begin, std::int64_t end) {
+                      update_rows(a, num_state, rule, begin, end, a.grads + begin * a.grad_stride,
+                                  a.grad_stride);
+                    });
+  });
+}
+
+UpdateRows row_updater(const UpdateArguments& a, const UpdateSettings& s) {
+  const std::int64_t num_state = state_floats(s, a.dim);
+  UpdateRows updater;
+  with_rule(s, [&](const auto& rule) {
+    updater = [&a, num_state, rule](std::int64_t begin, std::int64_t end, const float* grads) {
+      update_rows(a, num_state, rule, begin, end, grads, a.dim);
+    };
+  });
+  return updater;
 }
 
 }  // namespace nestpipe

@@ -4,13 +4,14 @@
 
 #include "bag_checks.h"
 #include "nestpipe/lookup_pool.h"
+#include "nestpipe/row_sums.h"
 #include "nestpipe/row_tasks.h"
 
 namespace nestpipe {
 namespace {
 
 // Rows are fetched this many occurrences before they are added.
-constexpr std::int64_t kAhead = 8;
+constexpr std::int64_t kAhead = 16;
 
 template <typename Slot>
 struct Forward {
@@ -18,32 +19,37 @@ struct Forward {
   const Slot* slots;
   const float* weights;
   std::int64_t num_occurrences;
+  AddRows add_rows;
 
   // The row of occurrence j, or null for padding.
   const float* row(std::int64_t j) const {
-    if (j + kAhead < num_occurrences && slots[j + kAhead] >= 0) {
-      prefetch_row(rows.row(slots[j + kAhead]), rows.dim);
-    }
+    request(j + kAhead);
     return slots[j] < 0 ? nullptr : rows.row(slots[j]);
+  }
+
+  void request(std::int64_t j) const {
+    if (j < num_occurrences && slots[j] >= 0) prefetch_row(rows.row(slots[j]), rows.dim);
   }
 
   // Returns the number of rows added.
   std::int64_t sum(std::int64_t begin, std::int64_t end, float* __restrict out) const {
-    const std::int64_t dim = rows.dim;
-    std::fill_n(out, dim, 0.0f);
+    const float* sources[kMostRowsAtATime];
+    float factors[kMostRowsAtATime];
+    const std::int64_t most = rows_at_a_time(rows.dim);
+    std::int64_t added = 0;
     std::int64_t count = 0;
     for (std::int64_t j = begin; j < end; ++j) {
-      const float* __restrict source = row(j);
+      const float* source = row(j);
       if (source == nullptr) continue;
-      ++count;
-      if (weights == nullptr) {
-        for (std::int64_t d = 0; d < dim; ++d) out[d] += source[d];
-      } else {
-        const float weight = weights[j];
-        for (std::int64_t d = 0; d < dim; ++d) out[d] += weight * source[d];
-      }
+      sources[count] = source;
+      if (weights != nullptr) factors[count] = weights[j];
+      if (++count < most) continue;
+      add_rows(sources, factors, count, rows.dim, added == 0, out);
+      added += count;
+      count = 0;
     }
-    return count;
+    if (count > 0 || added == 0) add_rows(sources, factors, count, rows.dim, added == 0, out);
+    return added + count;
   }
 
   void mean(std::int64_t begin, std::int64_t end, float* __restrict out) const {
@@ -105,7 +111,9 @@ void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
   const auto work_before = [&](std::int64_t bag) { return bags.bag_offsets[bag] + bag; };
   with_slots(bags, [&](const auto* slots) {
     using Slot = std::remove_const_t<std::remove_pointer_t<decltype(slots)>>;
-    const Forward<Slot> forward = {rows, slots, bags.weights, bags.num_occurrences};
+    const Weighing weighing = bags.weights == nullptr ? Weighing::kPlain : Weighing::kTimes;
+    const Forward<Slot> forward = {rows, slots, bags.weights, bags.num_occurrences,
+                                   add_rows_function(weighing)};
     const auto pool = [&](std::int64_t segment, std::int64_t bag) {
       const SegmentOutput& out = outs[segment];
       forward.bag(static_cast<PoolMode>(bags.segment_modes[segment]), bags.bag_offsets[bag],

@@ -19,6 +19,7 @@ __all__ = [
     "EmbeddingModule",
     "Group",
     "Handle",
+    "InPlaceStore",
     "JaggedLike",
     "KeyStatus",
     "KeyedJaggedLike",
@@ -310,6 +311,43 @@ class RowStore(Protocol):
 
     def write_back(self, handles: Tensor, rows: Tensor) -> None:
         """Embedding, state and `updates` of rows [U, row_floats] into the store; handles of -1 are skipped."""
+        ...
+
+
+class InPlaceStore(RowStore, Protocol):
+    """A store whose rows can be pooled and updated where they lie; results as those on copies, bit for bit."""
+
+    @property
+    def pools_in_place(self) -> bool:
+        """Whether `update_pooled` works; `pool` always does."""
+        ...
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever keys may have got or lost rows."""
+        ...
+
+    def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
+        """float32 [U, dim], a copy."""
+        ...
+
+    def pool(
+        self, handles: Tensor, keys: Tensor, tables: Tensor, slots: Tensor, bags: StoreKeys, outs: Sequence[Tensor]
+    ) -> None:
+        """Bags of rows, by their slots in `handles`, into a matrix for each segment."""
+        ...
+
+    def update_pooled(
+        self,
+        handles: Tensor,
+        slots: Tensor,
+        bags: StoreKeys,
+        grads: Sequence[Tensor | None],
+        step: int,
+        lr: float | Tensor,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Update rows by what the gradients of their bags give them; handles of -1 are skipped. No MAX."""
         ...
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from row_cases import DIMS, MAX, MEAN, NONE, SUM, BagCase, bag_case, bits, native_threads
 
-from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward, pool_weight_grad, reference
+from nestpipe_kernels._native import core
+from nestpipe_kernels.ops.lookup_pool import (
+    pool_backward,
+    pool_forward,
+    pool_gradient_bound,
+    pool_weight_grad,
+    reference,
+)
 
 IMPLEMENTATIONS = ["native", "reference"]
 MODES = [(SUM, False), (SUM, True), (MEAN, False), (MAX, False), (NONE, False), (NONE, True)]
@@ -87,6 +94,52 @@ def test_threads_do_not_change_bits(threads: int, modes: list[int], weighted: bo
                 results[-1].append(pool_weight_grad(case.grads, case.rows, *case.bags()))
     for one, many in zip(*results):
         assert torch.equal(bits(one), bits(many))
+
+
+@pytest.mark.parametrize("dim", [1, 8, 31, 64, 129, 300])
+@pytest.mark.parametrize(("modes", "weighted"), [([SUM], False), ([SUM], True), ([MEAN], False)])
+def test_instructions_do_not_change_bits(modes: list[int], weighted: bool, dim: int) -> None:
+    case = bag_case(dim, modes, size=900, dim=dim, num_rows=20, weighted=weighted)
+    here = [*forward(case), backward(case)]
+    core().use_portable_sums(True)
+    try:
+        portable = [*forward(case), backward(case)]
+    finally:
+        core().use_portable_sums(False)
+    truth = [*forward(case, "reference"), backward(case, "reference")]
+    for a, b, c in zip(here, portable, truth):
+        assert torch.equal(bits(a), bits(b)) and torch.equal(bits(a), bits(c))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_many_parts_are_sorted_as_one(threads: int) -> None:
+    """More occurrences than one thread's part of the sorting has, with padding and empty bags."""
+    case = bag_case(8, [SUM, MEAN], size=40_000, dim=2, num_rows=300)
+    with native_threads(threads):
+        assert torch.equal(bits(backward(case)), bits(backward(case, "reference")))
+
+
+@pytest.mark.parametrize(("mode", "weighted"), MODES)
+def test_gradient_bound(mode: int, weighted: bool) -> None:
+    case = bag_case(3, [mode, SUM] if mode != NONE else [NONE], size=500, dim=9, num_rows=4, weighted=weighted)
+    arguments = case.grads, *case.bags(), case.weights, 9
+    bound = pool_gradient_bound(*arguments)
+    assert bound == pool_gradient_bound(*arguments, implementation="reference")
+    assert float(backward(case).abs().max()) <= bound < 1e9
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        case.grads[-1][2, 3] = bad
+        assert pool_gradient_bound(*arguments) == float("inf")
+        assert pool_gradient_bound(*arguments, implementation="reference") == float("inf")
+
+
+def test_gradient_bound_of_nothing_and_of_weights() -> None:
+    case = bag_case(3, [SUM], size=50, dim=2, weighted=True)
+    assert pool_gradient_bound([None], *case.bags(), None, 2) == 0.0
+    case.weights[7] = float("nan")
+    for implementation in IMPLEMENTATIONS:
+        assert pool_gradient_bound(case.grads, *case.bags(), case.weights, 2, implementation=implementation) == float(
+            "inf"
+        )
 
 
 @pytest.mark.parametrize(("mode", "name"), [(SUM, "sum"), (MEAN, "mean"), (MAX, "max")])

@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 10;
+constexpr int kAbiVersion = 11;
 
 }  // namespace nestpipe

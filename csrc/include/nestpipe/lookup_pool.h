@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace nestpipe {
@@ -16,14 +17,18 @@ enum class PoolMode : std::int32_t { kSum = 0, kMean = 1, kMax = 2, kNone = 3 };
 // Occurrences of a row whose gradients are summed on their own before block sums are added.
 constexpr std::int64_t kGradientBlock = 1024;
 
-// [num_rows, dim] float32; rows may lie further apart than dim.
+// [num_rows, dim] float32; rows may lie further apart than dim, or anywhere.
 struct RowMatrix {
   const float* data = nullptr;
   std::int64_t num_rows = 0;
   std::int64_t stride = 0;
   std::int64_t dim = 0;
+  const float* const* pointers = nullptr;  // [num_rows] where each row lies, instead of data
 
-  const float* row(std::int64_t slot) const { return data + slot * stride; }
+  const float* row(std::int64_t slot) const {
+    return pointers != nullptr ? pointers[slot] : data + slot * stride;
+  }
+  bool is_null() const { return data == nullptr && pointers == nullptr; }
 };
 
 // Which rows form which bag. A segment is a run of bags with one pooling mode and one output or
@@ -52,7 +57,7 @@ struct SegmentGradient {
   std::int64_t stride;
 };
 
-// All three check the bags first (std::out_of_range for a slot, std::invalid_argument for the
+// All of these check the bags first (std::out_of_range for a slot, std::invalid_argument for the
 // rest), before writing anything.
 
 // outs[s][b] = pooled rows of bag b of segment s. Writes every element.
@@ -63,6 +68,17 @@ void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
 // segment has kMax. accumulator: [rows.num_rows, rows.dim] contiguous.
 void lookup_pool_backward(const RowMatrix& rows, const BagList& bags,
                           const std::vector<SegmentGradient>& grads, float* accumulator);
+
+// Hands over the gradients of all rows, 0 where a row does not occur, a few at a time and from
+// several threads: use(begin, end, gradients [end - begin, dim]). Segments with kMax need `rows`.
+using UseGradients = std::function<void(std::int64_t, std::int64_t, const float*)>;
+void lookup_pool_gradients(const RowMatrix& rows, const BagList& bags,
+                           const std::vector<SegmentGradient>& grads, const UseGradients& use);
+
+// No element of a row's gradient has a larger magnitude than this; infinite where something is not
+// finite. An upper bound that takes one pass over the bags' gradients.
+double lookup_pool_gradient_bound(const BagList& bags, const std::vector<SegmentGradient>& grads,
+                                  std::int64_t dim);
 
 // weight_grad[j] = dot(gradient of j's bag, row of j), 0 for padding; only segments with kSum and
 // kNone.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "nestpipe/row_storage.h"
 
@@ -41,7 +42,8 @@ struct UpdateSettings {
 };
 
 struct UpdateArguments {
-  float* rows = nullptr;  // [num_rows, row_floats]
+  float* rows = nullptr;             // [num_rows, row_floats]
+  float* const* pointers = nullptr;  // [num_rows] where each row lies, instead of `rows`
   std::int64_t num_rows = 0;
   std::int64_t row_floats = 0;
   std::int64_t dim = 0;
@@ -52,6 +54,10 @@ struct UpdateArguments {
   const std::uint8_t* mask = nullptr;  // [num_rows], 0 leaves the row untouched
   DataType data_type = DataType::kFloat32;
   RandomRounding rounding;
+
+  float* row(std::int64_t u) const {
+    return pointers != nullptr ? pointers[u] : rows + u * row_floats;
+  }
 };
 
 // Floats of state between embedding and `updates`.
@@ -63,5 +69,10 @@ double integer_power(double base, std::int64_t exponent);
 // Updates every row whose mask is not 0 and adds 1 to its `updates` (which stops at the largest
 // int32).
 void row_update(const UpdateArguments& arguments, const UpdateSettings& settings);
+
+// The same a few rows at a time: updates rows begin .. end - 1 by gradients [end - begin, dim] that
+// stand one after another; `grads` of the arguments is not used. The arguments must outlive it.
+using UpdateRows = std::function<void(std::int64_t begin, std::int64_t end, const float* grads)>;
+UpdateRows row_updater(const UpdateArguments& arguments, const UpdateSettings& settings);
 
 }  // namespace nestpipe

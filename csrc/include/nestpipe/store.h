@@ -39,10 +39,12 @@
 #include "nestpipe/eviction.h"
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
+#include "nestpipe/lookup_pool.h"
 #include "nestpipe/memory.h"
 #include "nestpipe/parallel.h"
 #include "nestpipe/row_file.h"
 #include "nestpipe/row_storage.h"
+#include "nestpipe/row_update.h"
 #include "nestpipe/slabs.h"
 
 namespace nestpipe {
@@ -199,6 +201,21 @@ class EmbeddingStore {
   void read_embeddings(const std::int64_t* handles, const KeySpan& in, float* out) const;
   // Embeddings alone, [n, dim], rounded to nearest; handles of -1 are skipped.
   void write_embeddings(const std::int64_t* handles, std::int64_t size, const float* values);
+
+  // Whether rows may be pooled and updated where they lie: float32, in memory.
+  bool pools_in_place() const { return file_ == nullptr && data_type_ == DataType::kFloat32; }
+  // lookup_pool_forward of the rows of handles [n], slots in [-1, n); where a handle is -1, the
+  // key's initial embedding. Only where pools_in_place().
+  void pool(const std::int64_t* handles, const KeySpan& in, const BagList& bags,
+            const std::vector<SegmentOutput>& outs) const;
+  // The update of the rows of handles [n], distinct, by the gradients that bags give them; handles
+  // of -1 are skipped. Of the arguments, lr, row_lr [n] and mask [n] count. No kMax. Only where
+  // pools_in_place().
+  void update_pooled(const std::int64_t* handles, std::int64_t size, const BagList& bags,
+                     const std::vector<SegmentGradient>& grads, const UpdateArguments& arguments,
+                     const UpdateSettings& settings);
+  // Changes whenever keys may get or lose rows, but by erase and clear.
+  std::int64_t sequence() const;
 
   // -1 and 0 for handles of -1.
   void read_metadata(const std::int64_t* handles, std::int64_t size, const MetadataSpan& out) const;

@@ -5,6 +5,8 @@ that it reached are one list (in call order) whose gradients are exchanged and a
 module advances with every such update. Collectives happen in call order, so every rank must make the same calls, with
 empty inputs if it has no data.
 
+A process that owns all rows, in stores that can pool and update them in place, exchanges nothing (`local`).
+
 Admission and eviction: all forwards since the last update are one batch, so a row that one of them looked up stays
 until the update is done. The update reaches the keys that have a row by then. A forward that fails leaves the stores as
 they were; one whose backward fails does not: its rows stay, not updated.
@@ -13,6 +15,7 @@ they were; one whose backward fails does not: its rows stay, not updated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +25,23 @@ from ..comm import Topology
 from ..errors import NonFiniteGradientError, RemoteRankError
 from ..ops.owners import default_slice_owner
 from ..types import EmbeddingModule, LookupCall, PoolingType
-from . import commit, replicas, retrieval, routing, window
-from .lookup_function import run_lookup
+from . import commit, local, replicas, retrieval, routing, window
+from .lookup_function import StoredRows, run_lookup
 from .pool import TensorPool
 from .state import BatchState, RankState, bind_stores
 
 __all__ = ["EagerContext", "eager_context"]
+
+
+@dataclass
+class _Reached:
+    """A call that backward has reached."""
+
+    order: int
+    call: LookupCall
+    gradients: list[list[Tensor | None]]
+    seen: Sequence[local.SeenRows] | None
+    """Its rows, where this process owns all."""
 
 
 class EagerContext:
@@ -45,7 +59,7 @@ class EagerContext:
         )
         self._name = name
         self._exchanges = 0
-        self._reached: list[tuple[int, LookupCall, list[list[Tensor | None]]]] = []
+        self._reached: list[_Reached] = []
         self._calls = 0
         self._clock = 0
 
@@ -63,6 +77,8 @@ class EagerContext:
         training = torch.is_grad_enabled() and bool(getattr(module, "training", True))
         if torch._C._current_graph_task_id() == -1:  # no backward is running: what is left is of one that failed
             self._reached.clear()
+        if local.is_local(self._rank):
+            return self._lookup_here(features, training)
         batch, call = self._begin("forward", features)
         routing.exchange_keys(self._rank, batch, 0)
         self._check(batch)
@@ -79,18 +95,42 @@ class EagerContext:
         if training and batch.failure is not None:
             retrieval.undo_retrieval(self._rank, batch)
         self._raise_own(batch)
+        received = [plan.received for plan in batch.plans]
+        return self._run(call, received, [plan.source.slots[0] for plan in batch.plans], None)
+
+    def _lookup_here(self, features: Any, training: bool) -> Any:
+        """The same where this process owns all rows: they stay in their stores."""
+        batch = self._new_batch("forward")
+        call = self._module.plan_call(features)
+        seen = local.look_up(self._rank, batch, call, training)
+        self._raise_own(batch)
+        rows: list[Tensor | StoredRows] = [found.rows for found in seen]
+        try:
+            if call.weights is not None and call.weights.requires_grad:  # backward must see them as they are now
+                rows = [r.store.read_embeddings(r.handles, r.keys, r.tables) for r in (found.rows for found in seen)]
+            return self._run(call, rows, [found.slots for found in seen], seen)
+        except BaseException:  # a default row that a user's function gives, for one
+            if training:
+                retrieval.undo_retrieval(self._rank, batch)
+            raise
+
+    def _run(
+        self,
+        call: LookupCall,
+        rows: Sequence[Tensor | StoredRows],
+        slots: Sequence[Tensor],
+        seen: Sequence[local.SeenRows] | None,
+    ) -> Any:
+        """Pool the rows; a backward that reaches the outputs ends with an update."""
         self._calls += 1
         order = self._calls
 
         def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
             if not self._reached:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._reached.append((order, which, grads))
+            self._reached.append(_Reached(order, which, grads, seen))
 
-        received = [plan.received for plan in batch.plans]
-        slots = [plan.source.slots[0] for plan in batch.plans]
-        tables = [list(b.store.tables) for b in self._rank.bindings]
-        return run_lookup(call, received, slots, reached, tables)
+        return run_lookup(call, rows, slots, reached, [list(b.store.tables) for b in self._rank.bindings])
 
     def _begin(self, stage: str, features: Any) -> tuple[BatchState, LookupCall | None]:
         """Plan a call and announce it; bad input is announced as a failure, so that no rank waits for this one."""
@@ -133,10 +173,19 @@ class EagerContext:
 
     def _finish(self) -> None:
         """End of backward: gradients of every call that it reached, in call order, to the owners; one update."""
-        reached = sorted(self._reached, key=lambda entry: entry[0])
+        reached = sorted(self._reached, key=lambda entry: entry.order)
         self._reached = []
         with torch.no_grad():
-            self._update([call for _, call, _ in reached], [grads for _, _, grads in reached])
+            if len(reached) == 1 and reached[0].seen is not None and self._update_here(reached[0], reached[0].seen):
+                return
+            self._update([one.call for one in reached], [one.gradients for one in reached])
+
+    def _update_here(self, reached: _Reached, seen: Sequence[local.SeenRows]) -> bool:
+        """The update of a single call whose rows are all here; False: nothing was done."""
+        if not local.update(self._rank, self._new_batch("backward"), reached.call, seen, reached.gradients):
+            return False
+        self._clock += 1
+        return True
 
     def _update(self, calls: list[LookupCall], gradients: list[list[list[Tensor | None]]]) -> None:
         rank, batch = self._rank, self._new_batch("backward")

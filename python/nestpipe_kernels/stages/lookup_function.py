@@ -16,12 +16,25 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
-from nestpipe_kernels.types import LookupCall, StoreKeys, TableSpec
+from nestpipe_kernels.types import InPlaceStore, LookupCall, StoreKeys, TableSpec
 
-__all__ = ["GradientSink", "run_lookup"]
+__all__ = ["GradientSink", "StoredRows", "run_lookup"]
 
 GradientSink = Callable[[LookupCall, "list[list[Tensor | None]]"], None]
 """Receives the call and, per store and segment, the gradient of its bags float32 [bags, D]; None: no gradient."""
+
+
+@dataclass
+class StoredRows:
+    """Rows that are pooled where they lie, in their store."""
+
+    store: InPlaceStore
+    handles: Tensor
+    """int64 [U]"""
+    keys: Tensor
+    """int64 [U]"""
+    tables: Tensor
+    """int32 [U]"""
 
 
 @dataclass
@@ -29,7 +42,7 @@ class _Lookup:
     """What one call's forward and backward need."""
 
     call: LookupCall
-    rows: Sequence[Tensor]
+    rows: Sequence[Tensor | StoredRows]
     slots: Sequence[Tensor]
     on_gradient: GradientSink
     trainable: list[list[bool]]
@@ -39,9 +52,13 @@ class _Lookup:
         """The outputs, freshly allocated."""
         outputs = tuple(torch.empty(shape, dtype=torch.float32) for shape in self.call.output_shapes)
         for store, keys in enumerate(self.call.stores):
-            if keys.segment_modes:
+            rows = self.rows[store]
+            if isinstance(rows, StoredRows):
+                outs = self._segments(store, outputs)
+                rows.store.pool(rows.handles, rows.keys, rows.tables, self.slots[store], keys, outs)
+            elif keys.segment_modes:
                 pool_forward(
-                    self.rows[store],
+                    rows,
                     self.slots[store],
                     keys.bag_offsets,
                     keys.segment_bags,
@@ -75,7 +92,8 @@ class _Lookup:
 
     def _segments(self, store: int, matrices: Sequence[Tensor | None]) -> list[Any]:
         """The parts of `matrices` (outputs, or their gradients) that belong to the store's segments."""
-        keys, dim = self.call.stores[store], self.rows[store].size(1)
+        rows = self.rows[store]
+        keys, dim = self.call.stores[store], rows.store.dim if isinstance(rows, StoredRows) else rows.size(1)
         parts: list[Tensor | None] = []
         for segment, (output, column) in enumerate(self.call.views[store]):
             matrix = matrices[output]
@@ -90,9 +108,11 @@ class _Lookup:
         for store, keys in enumerate(self.call.stores):
             positions = self.call.weight_positions[store]
             if positions is not None and positions.numel():
+                rows = self.rows[store]
+                assert isinstance(rows, Tensor)
                 grad = pool_weight_grad(
                     per_store[store],
-                    self.rows[store],
+                    rows,
                     self.slots[store],
                     keys.bag_offsets,
                     keys.segment_bags,
@@ -104,7 +124,7 @@ class _Lookup:
 
 def run_lookup(
     call: LookupCall,
-    rows_per_store: Sequence[Tensor],
+    rows_per_store: Sequence[Tensor | StoredRows],
     slots_per_store: Sequence[Tensor],
     on_gradient: GradientSink,
     tables: Sequence[Sequence[TableSpec]] | None = None,
@@ -114,7 +134,7 @@ def run_lookup(
     Args:
         call: what to look up; its outputs are covered by its views.
         rows_per_store: float32 [U, D] embeddings per store; must not change before backward ends if `call.weights`
-            requires a gradient.
+            requires a gradient. Or where they lie, if it requires none.
         slots_per_store: int32 or int64 [n], the row of each occurrence; -1 for padding.
         on_gradient: called once per backward with the gradients of all segments, unless every table is frozen.
         tables: per store its tables, for `trainable`; None: all are trainable.

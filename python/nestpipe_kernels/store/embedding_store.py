@@ -20,6 +20,7 @@ from .file_tier import FileTier, warn_if_in_memory
 from .given_values import GivenValues
 from .gradients import apply_gradients
 from .policies import has_policy, rows_in_bytes, score_caller
+from .pooled_rows import PooledRows
 from .row_transfer import RowMetadata, RowTransfer
 from .settings import SEED_MASK, int32_tensor, int64_tensor, native_table, with_default_init, words
 
@@ -44,7 +45,7 @@ class _Journal:
     """Erasing calls of the store before the retrieval; undo is refused after another."""
 
 
-class EmbeddingStore(RowTransfer):
+class EmbeddingStore(RowTransfer, PooledRows):
     """Rows of tables with the same dim, storage type and optimizer, in native memory; satisfies `types.RowStore`.
 
     Rows never move and results do not depend on the number of threads. Calls that insert, erase or change metadata

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .. import _row_checks as checks
 from . import native, reference
-from .bags import Bags
+from .arguments import OPERATION, check_matrices, checked_bags, checked_grads
 
-__all__ = ["pool_backward", "pool_forward", "pool_weight_grad"]
-
-OPERATION = "lookup_pool"
+__all__ = ["pool_backward", "pool_forward", "pool_gradient_bound", "pool_weight_grad"]
 
 
 def pool_forward(
@@ -45,8 +42,8 @@ def pool_forward(
     """
     checks.check_implementation(OPERATION, implementation)
     checks.check_matrix(OPERATION, "rows", rows)
-    bags = _check_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
-    _check_matrices("outs", outs, bags, rows.shape[1])
+    bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
+    check_matrices("outs", outs, bags, rows.shape[1])
     for segment, out in enumerate(outs):
         checks.check_matrix(OPERATION, f"outs[{segment}]", out)
     if implementation == "native":
@@ -93,12 +90,41 @@ def pool_backward(
                 f"{OPERATION}: rows and accumulator must have the same shape, "
                 f"got {list(rows.shape)} and {list(accumulator.shape)}"
             )
-    bags = _check_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
-    grads = _check_grads(grads, bags, accumulator.shape[1])
+    bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
+    grads = checked_grads(grads, bags, accumulator.shape[1])
     if implementation == "native":
         native.pool_backward(grads, rows, bags, accumulator)
     else:
         reference.pool_backward(grads, rows, bags, accumulator)
+
+
+def pool_gradient_bound(
+    grads: Sequence[Tensor | None],
+    slots: Tensor,
+    bag_offsets: Tensor,
+    segment_bags: Sequence[int],
+    segment_modes: Sequence[int],
+    weights: Tensor | None,
+    dim: int,
+    *,
+    implementation: str = "native",
+) -> float:
+    """What no element of a row's gradient exceeds in magnitude: often far too much, never too little, and infinite
+    where something is not finite. One pass over `grads`.
+
+    Args:
+        grads, slots, bag_offsets, segment_bags, segment_modes, weights: as in `pool_backward`. dim: D.
+        implementation: "native" or "reference"; the same number.
+
+    Raises:
+        TypeError, ValueError: as `pool_forward`.
+    """
+    checks.check_implementation(OPERATION, implementation)
+    bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
+    checked = checked_grads(grads, bags, dim)
+    if implementation == "native":
+        return native.pool_gradient_bound(checked, bags, dim)
+    return reference.pool_gradient_bound(checked, bags)
 
 
 def pool_weight_grad(
@@ -125,62 +151,8 @@ def pool_weight_grad(
     """
     checks.check_implementation(OPERATION, implementation)
     checks.check_matrix(OPERATION, "rows", rows)
-    bags = _check_bags(slots, bag_offsets, segment_bags, segment_modes, None)
-    grads = _check_grads(grads, bags, rows.shape[1])
+    bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, None)
+    grads = checked_grads(grads, bags, rows.shape[1])
     if implementation == "native":
         return native.pool_weight_grad(grads, rows, bags)
     return reference.pool_weight_grad(grads, rows, bags)
-
-
-def _check_bags(
-    slots: Tensor,
-    bag_offsets: Tensor,
-    segment_bags: Sequence[int],
-    segment_modes: Sequence[int],
-    weights: Tensor | None,
-) -> Bags:
-    """Types and shapes; what stands in the tensors is checked by the implementation, in one pass."""
-    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64) or not slots.is_cpu:
-        raise TypeError(f"{OPERATION}: slots must be an int32 or int64 CPU tensor, got {checks.describe(slots)}")
-    if slots.dim() != 1:
-        raise ValueError(f"{OPERATION}: slots must be a vector, got {checks.describe(slots)}")
-    checks.check_index(OPERATION, "bag_offsets", bag_offsets)
-    if bag_offsets.numel() == 0:
-        raise ValueError(f"{OPERATION}: bag_offsets must have at least the entry 0, got none")
-    if weights is not None:
-        if weights.dtype != torch.float32 or weights.device.type != "cpu":
-            raise TypeError(f"{OPERATION}: weights must be a float32 CPU tensor, got {checks.describe(weights)}")
-        if weights.shape != slots.shape:
-            raise ValueError(
-                f"{OPERATION}: weights must have the shape of slots {list(slots.shape)}, got {list(weights.shape)}"
-            )
-        weights = weights.detach().contiguous()
-    if len(segment_bags) != len(segment_modes) + 1:
-        raise ValueError(
-            f"{OPERATION}: segment_bags must have one entry more than segment_modes ({len(segment_modes)}), "
-            f"got {len(segment_bags)}"
-        )
-    return Bags(slots.contiguous(), bag_offsets, tuple(segment_bags), tuple(segment_modes), weights)
-
-
-def _check_matrices(name: str, matrices: Sequence[Tensor | None], bags: Bags, dim: int) -> None:
-    if len(matrices) != bags.num_segments:
-        raise ValueError(
-            f"{OPERATION}: {name} must have one matrix per segment ({bags.num_segments}), got {len(matrices)}"
-        )
-    for segment, matrix in enumerate(matrices):
-        if matrix is None:
-            continue
-        expected = [bags.segment_bags[segment + 1] - bags.segment_bags[segment], dim]
-        if list(matrix.shape) != expected:
-            raise ValueError(f"{OPERATION}: {name}[{segment}] must have shape {expected}, got {list(matrix.shape)}")
-
-
-def _check_grads(grads: Sequence[Tensor | None], bags: Bags, dim: int) -> list[Tensor | None]:
-    _check_matrices("grads", grads, bags, dim)
-    checked: list[Tensor | None] = []
-    for segment, grad in enumerate(grads):
-        if grad is not None and (grad.dtype != torch.float32 or not grad.is_cpu):
-            raise TypeError(f"{OPERATION}: grads[{segment}] must be a float32 CPU tensor, got {checks.describe(grad)}")
-        checked.append(None if grad is None else checks.contiguous_rows(grad.detach()))
-    return checked

@@ -11,13 +11,20 @@ from ..._native import core
 from .._row_checks import pointer
 from .bags import Bags
 
-__all__ = ["pool_backward", "pool_forward", "pool_weight_grad"]
+__all__ = [
+    "bag_arguments",
+    "matrix_arguments",
+    "pool_backward",
+    "pool_forward",
+    "pool_gradient_bound",
+    "pool_weight_grad",
+]
 
 
 def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor]) -> None:
     """Arguments as checked by the package."""
     core().lookup_pool_forward(
-        (pointer(rows), rows.shape[0], rows.stride(0), rows.shape[1]), *_bag_arguments(bags), _matrices(outs)
+        (pointer(rows), rows.shape[0], rows.stride(0), rows.shape[1]), *bag_arguments(bags), matrix_arguments(outs)
     )
 
 
@@ -26,7 +33,7 @@ def pool_backward(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bag
     num_rows, dim = accumulator.shape
     stride = dim if rows is None else rows.stride(0)
     core().lookup_pool_backward(
-        (pointer(rows), num_rows, stride, dim), *_bag_arguments(bags), _matrices(grads), pointer(accumulator)
+        (pointer(rows), num_rows, stride, dim), *bag_arguments(bags), matrix_arguments(grads), pointer(accumulator)
     )
 
 
@@ -35,14 +42,21 @@ def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -
     weight_grad = torch.empty(bags.slots.shape, dtype=torch.float32)
     core().lookup_pool_weight_grad(
         (pointer(rows), rows.shape[0], rows.stride(0), rows.shape[1]),
-        *_bag_arguments(bags),
-        _matrices(grads),
+        *bag_arguments(bags),
+        matrix_arguments(grads),
         pointer(weight_grad),
     )
     return weight_grad
 
 
-def _bag_arguments(bags: Bags) -> tuple[tuple[int, bool, int, int, int, int], tuple[int, ...], tuple[int, ...]]:
+def pool_gradient_bound(grads: Sequence[Tensor | None], bags: Bags, dim: int) -> float:
+    """Arguments as checked by the package."""
+    bound: float = core().lookup_pool_gradient_bound(*bag_arguments(bags), matrix_arguments(grads), dim)
+    return bound
+
+
+def bag_arguments(bags: Bags) -> tuple[tuple[int, bool, int, int, int, int], tuple[int, ...], tuple[int, ...]]:
+    """Slots, offsets and weights by address; segments' bags; segments' modes."""
     slots = bags.slots
     packed = (
         pointer(slots),
@@ -55,5 +69,6 @@ def _bag_arguments(bags: Bags) -> tuple[tuple[int, bool, int, int, int, int], tu
     return packed, bags.segment_bags, bags.segment_modes
 
 
-def _matrices(matrices: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+def matrix_arguments(matrices: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+    """(address, row stride) of each matrix; zeros for None."""
     return [(0, 0) if matrix is None else (matrix.data_ptr(), matrix.stride(0)) for matrix in matrices]

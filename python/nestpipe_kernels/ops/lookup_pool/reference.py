@@ -22,6 +22,7 @@ __all__ = [
     "pool",
     "pool_backward",
     "pool_forward",
+    "pool_gradient_bound",
     "pool_weight_grad",
     "row_gradient",
 ]
@@ -118,6 +119,18 @@ def pool_backward(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bag
     slots = bags.slots.long()
     for slot in sorted(set(slots[slots >= 0].tolist())):
         accumulator[slot] = accumulator[slot] + row_gradient(contributions[slots == slot])
+
+
+def pool_gradient_bound(grads: Sequence[Tensor | None], bags: Bags) -> float:
+    """As the package's `pool_gradient_bound`, arguments as checked there."""
+    values = [grad.abs().amax() for grad in grads if grad is not None and grad.numel()]
+    bound = max((float(value) if value.isfinite() else float("inf") for value in values), default=0.0)
+    if bags.weights is not None and bags.weights.numel():
+        weight = bags.weights.abs().amax()
+        if not weight.isfinite():
+            return float("inf")
+        bound *= max(float(weight), 1.0)
+    return bound * 4.0 * max(1, bags.slots.numel())
 
 
 def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...types import SparseOptimizer
 from .. import _row_checks as checks
 from ..row_storage import RowStorage, embedding_words
 from . import native, reference
+from .arguments import OPERATION, check_rule, check_step, checked_lr, checked_mask
 
 __all__ = ["row_update"]
-
-OPERATION = "row_update"
-LARGEST_RATE = torch.finfo(torch.float32).max
 
 
 def row_update(
@@ -52,10 +49,7 @@ def row_update(
     checks.check_matrix(OPERATION, "rows", rows)
     checks.check_matrix(OPERATION, "grads", grads)
     num_rows, dim = grads.shape
-    if optimizer.name not in reference.RULES:
-        raise ValueError(
-            f"{OPERATION}: no rule for optimizer {optimizer.name!r}: choose one of {', '.join(reference.RULES)}"
-        )
+    check_rule(optimizer)
     if rows.shape[0] != num_rows:
         raise ValueError(f"{OPERATION}: rows and grads must have as many rows, got {rows.shape[0]} and {num_rows}")
     if not rows.is_contiguous():
@@ -69,31 +63,8 @@ def row_update(
         raise ValueError(
             f"{OPERATION}: rows of {optimizer.name} with dim {dim} need at least {needed} floats, got {rows.shape[1]}"
         )
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise ValueError(f"{OPERATION}: step must be an integer >= 1 (1 for the first update), got {step!r}")
-    lr = _check_lr(lr, num_rows)
-    mask = _check_mask(mask, num_rows)
+    check_step(step)
+    lr = checked_lr(lr, num_rows)
+    mask = checked_mask(mask, num_rows)
     chosen = native.row_update if implementation == "native" else reference.row_update
     chosen(rows, grads.detach(), optimizer, step, lr, mask, storage)
-
-
-def _check_lr(lr: float | Tensor, num_rows: int) -> float | Tensor:
-    if not isinstance(lr, Tensor):
-        if not abs(lr) <= LARGEST_RATE:
-            raise ValueError(f"{OPERATION}: lr must be finite in float32, got {lr!r}")
-        return float(lr)
-    if lr.dtype != torch.float32 or lr.device.type != "cpu":
-        raise TypeError(f"{OPERATION}: lr must be a float or a float32 CPU tensor, got {checks.describe(lr)}")
-    if lr.shape != (num_rows,):
-        raise ValueError(f"{OPERATION}: lr must have one entry per row ({num_rows}), got shape {list(lr.shape)}")
-    return lr.contiguous()
-
-
-def _check_mask(mask: Tensor | None, num_rows: int) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype not in (torch.bool, torch.uint8) or mask.device.type != "cpu":
-        raise TypeError(f"{OPERATION}: mask must be a bool or uint8 CPU tensor, got {checks.describe(mask)}")
-    if mask.shape != (num_rows,):
-        raise ValueError(f"{OPERATION}: mask must have one entry per row ({num_rows}), got shape {list(mask.shape)}")
-    return mask.contiguous()

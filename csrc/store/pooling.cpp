@@ -1,0 +1,103 @@
+// Pooling and updating rows where they lie, without a copy of them.
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "nestpipe/lookup_pool.h"
+#include "nestpipe/parallel.h"
+#include "nestpipe/row_tasks.h"
+#include "nestpipe/row_update.h"
+#include "nestpipe/store.h"
+
+namespace nestpipe {
+namespace {
+
+constexpr std::int64_t kHandlesPerTask = 4096;
+constexpr std::int64_t kRowsAhead = 8;
+
+void check_in_place(bool in_place, const char* operation) {
+  if (in_place) return;
+  throw std::invalid_argument(std::string(operation) +
+                              ": rows must be float32 and in memory; gather them instead");
+}
+
+}  // namespace
+
+void EmbeddingStore::pool(const std::int64_t* handles, const KeySpan& in, const BagList& bags,
+                          const std::vector<SegmentOutput>& outs) const {
+  check_in_place(pools_in_place(), "pool");
+  check_tables(in);
+  check_handles(handles, in.size);
+  std::vector<const float*> rows(static_cast<std::size_t>(in.size));
+  std::vector<std::int64_t> absent;
+  for (std::int64_t j = 0; j < in.size; ++j) {
+    if (handles[j] < 0) absent.push_back(j);
+  }
+  std::vector<float> initial(absent.size() * static_cast<std::size_t>(dim_));
+  const auto make = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      float* const embedding = initial.data() + i * dim_;
+      absent_embedding(in.tables[absent[i]], in.keys[absent[i]], embedding);
+      rows[absent[i]] = embedding;
+    }
+  };
+  parallel_ranges(static_cast<std::int64_t>(absent.size()), rows_per_task(dim_), make);
+  parallel_ranges(in.size, kHandlesPerTask, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      if (handles[j] >= 0) rows[j] = row(handles[j]);
+    }
+  });
+  RowMatrix matrix;
+  matrix.num_rows = in.size;
+  matrix.dim = dim_;
+  matrix.pointers = rows.data();
+  lookup_pool_forward(matrix, bags, outs);
+}
+
+void EmbeddingStore::update_pooled(const std::int64_t* handles, std::int64_t size,
+                                   const BagList& bags, const std::vector<SegmentGradient>& grads,
+                                   const UpdateArguments& arguments,
+                                   const UpdateSettings& settings) {
+  check_in_place(pools_in_place(), "update_pooled");
+  check_handles(handles, size);
+  for (const std::int32_t mode : bags.segment_modes) {
+    if (mode == static_cast<std::int32_t>(PoolMode::kMax)) {
+      throw std::invalid_argument("update_pooled: pooling max is not supported; gather the rows");
+    }
+  }
+  std::vector<float*> rows(static_cast<std::size_t>(size));
+  std::vector<std::uint8_t> mask;
+  for (std::int64_t j = 0; j < size; ++j) {
+    if (handles[j] >= 0) continue;
+    if (mask.empty()) mask.assign(static_cast<std::size_t>(size), 1);
+    mask[j] = 0;
+  }
+  for (std::size_t j = 0; j < mask.size(); ++j) {
+    if (arguments.mask != nullptr && arguments.mask[j] == 0) mask[j] = 0;
+  }
+  parallel_ranges(size, kHandlesPerTask, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      rows[j] = handles[j] < 0 ? nullptr : row(handles[j]);
+    }
+  });
+  UpdateArguments a = arguments;
+  a.pointers = rows.data();
+  a.num_rows = size;
+  a.row_floats = row_floats_;
+  a.dim = dim_;
+  a.data_type = data_type_;
+  if (!mask.empty()) a.mask = mask.data();
+  RowMatrix matrix;
+  matrix.num_rows = size;
+  matrix.stride = row_floats_;
+  matrix.dim = dim_;
+  matrix.pointers = rows.data();
+  lookup_pool_gradients(matrix, bags, grads, row_updater(a, settings));
+}
+
+std::int64_t EmbeddingStore::sequence() const {
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  return sequence_;
+}
+
+}  // namespace nestpipe
