@@ -13,8 +13,13 @@ KINDS = {
     "fetch": {"fetch": True},
     "early": {"early_send": True},
     "pooled": {"owner_pooling": True},
+    "at_once": {"dense_at_once": True},
 }
 """Settings that have graphs of their own, by name."""
+
+
+OF_INTEREST = {"fetch": {"fetch", "copy"}, "at_once": {"dense_scatter", "dense_sum", "commit", "verdict", "dense_step"}}
+"""Stages whose edges are another's business in other kinds."""
 
 
 def graph_of(name: str, kind: str) -> Graph:
@@ -27,13 +32,15 @@ EDGES = [
     for kind in KINDS
     if name == "nested" or kind not in ("early", "pooled")
     for edge in graph_of(name, kind).edges
-    if not edge.policy and (kind != "fetch" or {edge.source, edge.target} & {"fetch", "copy"})
+    if not edge.policy and (kind not in OF_INTEREST or {edge.source, edge.target} & OF_INTEREST[kind])
 ]
 
 
 def scenario(kind: str) -> Scenario:
     """Every batch of every rank has samples, and keys are few: whatever can collide does."""
     settings = {"world_size": 2, "micro_batches": 2, "batches": 4, "uneven": False}
+    if kind == "at_once":
+        return Scenario(samples=4, num_keys=5, seed=3, **settings)
     if kind == "early":  # with keys that the next batch's first micro-batch does not need, and keys of two batches
         return Scenario(samples=6, num_keys=12, seed=2, **settings)
     return Scenario(samples=4, num_keys=5, seed=3, **settings, **KINDS[kind])

@@ -16,6 +16,8 @@ GRAPHS = [
     ("nested", {"early_send": True}),
     ("nested", {"early_send": True, "fetch": True}),
     *((name, {"owner_pooling": True}) for name in ("dbp", "nested")),
+    *((name, {"dense_at_once": True}) for name in SCHEDULES),
+    ("nested", {"early_send": True, "dense_at_once": True, "fetch": True}),
 ]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-__all__ = ["check_optimizer", "dense_parameters"]
+__all__ = ["check_optimizer", "dense_parameters", "exchanged_at_once"]
+
+_MOST_BYTES_AT_ONCE = 1 << 16
 
 
 def dense_parameters(model: nn.Module, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
@@ -34,6 +37,12 @@ def dense_parameters(model: nn.Module, optimizer: Any) -> list[tuple[str, nn.Par
                 "travel as real numbers: hold its torch.view_as_real as the parameter, use torch.view_as_complex of it"
             )
     return found
+
+
+def exchanged_at_once(parameters: Sequence[tuple[str, nn.Parameter]], world_size: int) -> bool:
+    """Whether averaging in one exchange sends no more than in two (up to two ranks), or little."""
+    sent = sum(4 * parameter.numel() for _, parameter in parameters) * (world_size - 1)
+    return world_size <= 2 or sent <= _MOST_BYTES_AT_ONCE
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .dense_schedule import with_dense_at_once
 from .early_schedule import with_early_send
 from .graph import Access, Cost, Edge, Graph, Micro, Region, Stage, read, write
 from .replica_schedule import replicated
@@ -104,10 +105,10 @@ def _window_stages(schedule: Schedule, once: bool, pooled: bool) -> list[Stage]:
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
               accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
         Stage("commit", "commit", "dense", "communication", posts=("control",), accesses=(
-            _each("peaks"), _each("dense_slice"), _each("loss"), _each("settings")),
+            _each("peaks"), _each("dense_slice"), _each("loss"), _each("settings"), _each("word", writes=True)),
             cost=Cost("network", "latency")),
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
-            _each("verdict", writes=True), write("step_count"))),
+            _each("word"), _each("verdict", writes=True), write("step_count"))),
         Stage("dense_step", "dense_step", "caller", "compute", lands=("dense.gather",), accesses=(
             _each("verdict"), write("dense.gradients"), write("dense.parameters")),
             cost=Cost("compute", "dense_bytes")),
@@ -231,10 +232,12 @@ def build_graph(
     early_send: bool = False,
     tiers: bool = False,
     owner_pooling: bool = False,
+    dense_at_once: bool = False,
 ) -> Graph:
     """The stage graph of a schedule; `row_transfer` and `early_send` as in PipelineConfig, `fetch`: it has that,
     `sparse_groups`: comm.Topology's mode, `tiers`: some store's rows lie in a file,
-    `owner_pooling`: owners pool bags, so that each micro-batch reads all its rows and adds to all their gradients.
+    `owner_pooling`: owners pool bags, so that each micro-batch reads all its rows and adds to all their gradients,
+    `dense_at_once`: dense gradients are averaged in one exchange.
 
     Raises:
         ValueError: an unknown name, or early send or pooling at owners with what they do not go with.
@@ -261,6 +264,8 @@ def build_graph(
         graph = with_early_send(graph)
     if tiers:
         graph = with_warming(graph)
+    if dense_at_once:
+        graph = with_dense_at_once(graph)
     return replicated(graph, sparse_groups)
 
 

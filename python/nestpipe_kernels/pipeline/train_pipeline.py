@@ -28,7 +28,7 @@ from ..trace import Timeline
 from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
 from .counters import StepCallback, StepReports
-from .dense import check_optimizer, dense_parameters
+from .dense import check_optimizer, dense_parameters, exchanged_at_once
 from .drawn import DrawnBatches
 from .evaluation import Evaluation
 from .graph import Graph
@@ -100,6 +100,7 @@ class NestedPipeline:
         bindings = bind_stores(modules)
         tiers = any(binding.store.tier is not None for binding in bindings)
         topology = Topology(communicator, _shared_groups(modules))
+        dense = dense_parameters(model, dense_optimizer)
         graph = _valid_graph(
             config.schedule,
             config.row_transfer,
@@ -108,10 +109,10 @@ class NestedPipeline:
             tiers,
             topology.mode,
             bool(config.owner_pooling),
+            exchanged_at_once(dense, communicator.size),
         )
         if config.owner_pooling:
             select_features(bindings, config.owner_pooling)
-        dense = dense_parameters(model, dense_optimizer)
         from ..ops.owners import default_slice_owner
 
         self.rank = RankState(
@@ -574,7 +575,14 @@ class _BatchFailed(Exception):
 
 @functools.cache
 def _valid_graph(
-    schedule: str, row_transfer: str, fetch: bool, early_send: bool, tiers: bool, sparse_groups: str, pooling: bool
+    schedule: str,
+    row_transfer: str,
+    fetch: bool,
+    early_send: bool,
+    tiers: bool,
+    sparse_groups: str,
+    pooling: bool,
+    dense_at_once: bool,
 ) -> Graph:
     """The validated graph; validation takes most of a second, so it happens once in a process."""
     graph = build_graph(
@@ -585,6 +593,7 @@ def _valid_graph(
         early_send=early_send,
         tiers=tiers,
         owner_pooling=pooling,
+        dense_at_once=dense_at_once,
     )
     validate(graph)
     return graph

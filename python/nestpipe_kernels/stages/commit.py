@@ -19,7 +19,9 @@ from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
 __all__ = [
     "begin",
     "check_failures",
+    "dense_mean",
     "dense_scatter",
+    "dense_send",
     "dense_step",
     "dense_sum",
     "post_flags",
@@ -93,19 +95,34 @@ def _flat_layout(rank: RankState) -> tuple[int, int, torch.dtype]:
 
 def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's dense gradients in slices, slice r to rank r."""
-    count, length, dtype = _flat_layout(rank)
+    _, length, dtype = _flat_layout(rank)
     world = rank.communicator.size
     flat = torch.zeros(length * world, dtype=dtype)
+    _take_dense(rank, batch, flat)
+    handle = rank.communicator.group("dense").all_to_all(
+        flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
+    )
+    batch.post("dense.slices", 0, handle)
+
+
+def dense_send(rank: RankState, batch: BatchState, micro: int) -> None:
+    """This rank's dense gradients to every rank."""
+    count, _, dtype = _flat_layout(rank)
+    flat = torch.zeros(count, dtype=dtype)
+    _take_dense(rank, batch, flat)
+    handle = exchange_same(rank.communicator.group("dense"), flat, f"{batch.tag}/dense_whole")
+    batch.post("dense.whole", 0, handle)
+
+
+def _take_dense(rank: RankState, batch: BatchState, flat: Tensor) -> None:
+    """Dense gradients and marks into the message; it stays zero if the batch has failed."""
+    count = _flat_layout(rank)[0]
     if batch.failure is None:
         with batch.guard(rank.communicator.rank, "dense_scatter"):
             _check_known(rank)
             _fill_dense(rank, flat)
             if batch.loss_divisor != 1.0:
                 flat[: count - len(rank.dense_parameters)] /= batch.loss_divisor
-    handle = rank.communicator.group("dense").all_to_all(
-        flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
-    )
-    batch.post("dense.slices", 0, handle)
 
 
 def _check_known(rank: RankState) -> None:
@@ -138,16 +155,22 @@ def _fill_dense(rank: RankState, flat: Tensor) -> None:
 
 def dense_sum(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's slice summed over ranks ascending and divided by W, then to everybody."""
-    _, length, dtype = _flat_layout(rank)
-    world = rank.communicator.size
-    parts = batch.land("dense.slices").view(world, length)
-    total = torch.zeros(length, dtype=dtype)
+    batch.dense_slice = total = _mean(batch, batch.land("dense.slices").view(rank.communicator.size, -1))
+    batch.post("dense.gather", 0, exchange_same(rank.communicator.group("dense"), total, f"{batch.tag}/dense_gather"))
+
+
+def dense_mean(rank: RankState, batch: BatchState, micro: int) -> None:
+    """All ranks' dense gradients summed over ranks ascending and divided by W."""
+    batch.dense_whole = _mean(batch, batch.land("dense.whole"))
+
+
+def _mean(batch: BatchState, parts: Tensor) -> Tensor:
+    total = torch.zeros_like(parts[0])
     for part in parts:
         total += part
-    total /= world
-    batch.dense_slice = total
+    total /= len(parts)
     batch.dense_finite = bool(torch.isfinite(total).all())
-    batch.post("dense.gather", 0, exchange_same(rank.communicator.group("dense"), total, f"{batch.tag}/dense_gather"))
+    return total
 
 
 def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -195,7 +218,7 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
         batch.verdict = Verdict(False, failure=failure)
         return
     bad_rows = sum(flags.sparse_bad for flags in peers)
-    dense_bad = any(flags.dense_bad for flags in peers)
+    dense_bad = not batch.dense_finite or any(flags.dense_bad for flags in peers)
     names = "; ".join(flags.text for flags in peers if flags.text)
     what = [f"{bad_rows} row gradients ({names})"] * bool(bad_rows) + ["dense gradients"] * dense_bad
     skipped = " and ".join(what)
@@ -208,7 +231,7 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
 
 def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
     """Averaged gradients into `.grad`, then the user's optimizer."""
-    message = batch.land("dense.gather").flatten()
+    message = batch.land("dense.gather").flatten() if batch.dense_whole is None else batch.dense_whole
     assert batch.verdict is not None
     if not batch.verdict.ok:
         return

@@ -37,6 +37,8 @@ STAGE_FUNCTIONS: dict[str, StageFunction] = {
     "reduce_grads": commit.reduce_grads,
     "dense_scatter": commit.dense_scatter,
     "dense_sum": commit.dense_sum,
+    "dense_send": commit.dense_send,
+    "dense_mean": commit.dense_mean,
     "commit": commit.post_flags,
     "verdict": commit.verdict,
     "check_failures": commit.check_failures,

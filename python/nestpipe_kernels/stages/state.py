@@ -454,6 +454,9 @@ class BatchState:
     statistics: list[Tensor] = field(default_factory=list)
     """Running statistics of the model before this batch's forward; put back if the batch does not count."""
     dense_slice: Tensor | None = None
+    """This rank's part of the mean of dense gradients ..."""
+    dense_whole: Tensor | None = None
+    """... or all of it, where they are exchanged at once."""
     dense_finite: bool = True
     step: int = 0
     """Number of the update, if the batch counts."""
