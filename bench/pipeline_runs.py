@@ -77,14 +77,14 @@ class Measured:
 class Emulation:
     """Holds lanes as a device would: each stage ends no earlier than its time after its begin. No core is used."""
 
-    def __init__(self, times: StageTimes, micro_batches: int) -> None:
+    def __init__(self, times: StageTimes) -> None:
         self._storage_s = times.storage / 1e3
         self._retrieval_s = times.retrieval / 1e3
         self._seconds = {
             "copy": times.copy / 1e3,
             "route": times.routing / 1e3,
-            "forward_backward": times.compute / 1e3 / micro_batches,
         }
+        self._compute_s = times.compute / 1e3
         self._retrieved: dict[int, float] = {}
 
     def fetch(self, item: Any) -> Any:
@@ -99,6 +99,8 @@ class Emulation:
         if stage in ("gather_all", "gather_fresh") and batch.index in self._retrieved:
             # The copy of rows to the device ends the retrieval.
             wait_until(begin + self._retrieval_s - self._retrieved.pop(batch.index))
+        elif stage == "forward_backward" and batch.size:
+            wait_until(begin + self._compute_s * len(batch.micro[micro].indices) / batch.size)
         elif stage in self._seconds:
             wait_until(begin + self._seconds[stage])
 
@@ -182,11 +184,12 @@ class Ours:
         self._dense = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
         self._counts = _Counts(dist.get_rank())
         settings = dict(IMPLEMENTATIONS[name])
-        emulation = Emulation(shape.times, micro_batches) if emulated else None
+        emulation = Emulation(shape.times) if emulated else None
         if emulation is not None and shape.times.storage:
             settings["fetch"] = emulation.fetch
         config = PipelineConfig(
             num_micro_batches=micro_batches,
+            edge_share=shape.edge_share,
             timeout_s=timeout_s,
             timeline_steps=block + FILL_STEPS + DRAWN_AHEAD,
             **settings,

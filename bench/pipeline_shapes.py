@@ -42,6 +42,7 @@ class PipelineShape:
         distinct_batches: how many there are; they come in turn.
         twice: part of the distinct keys that occur twice in a batch. carried: part that the batch before has, too.
         common: part that all ranks have.
+        edge_share: as in PipelineConfig, of every implementation with several micro-batches.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PipelineShape:
     twice: float = 0.0
     carried: float = 0.0
     common: float = 0.0
+    edge_share: float = 1.0
 
     @property
     def features(self) -> list[str]:

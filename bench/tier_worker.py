@@ -111,7 +111,7 @@ class _Trainer:
         config = nk.PipelineConfig(num_micro_batches=s.micro_batches, threads=s.threads, timeline_steps=2)
         self.pipeline = nk.NestedPipeline(self.model, dense, config=config)
         if s.compute_ms:
-            self.pipeline.rank.hold = Emulation(StageTimes(compute=s.compute_ms), s.micro_batches).hold
+            self.pipeline.rank.hold = Emulation(StageTimes(compute=s.compute_ms)).hold
 
     def _warm_hot_rows(self, order: Tensor) -> None:
         """The hottest rows that fit, the very hottest last: what a long run would have in memory."""

@@ -168,17 +168,19 @@ def test_stages_end_when_the_device_would_have_ended_them(monkeypatch) -> None:
     clock = Clock()
     monkeypatch.setattr(pipeline_runs, "time", clock)
     times = pipeline_shapes.StageTimes(storage=120, copy=80, routing=50, retrieval=250, compute=296)
-    emulation = pipeline_runs.Emulation(times, 8)
-    batch = type("Batch", (), {"index": 3})()
+    emulation = pipeline_runs.Emulation(times)
+    parts = [type("Micro", (), {"indices": range(size)})() for size in (8, 56)]
+    batch = type("Batch", (), {"index": 3, "size": 64, "micro": parts})()
 
-    def lasts(stage: str, own_s: float) -> float:
+    def lasts(stage: str, own_s: float, micro: int = 0) -> float:
         begin = clock.now
         clock.now += own_s
-        emulation.hold(stage, batch, 0, begin)
+        emulation.hold(stage, batch, micro, begin)
         return clock.now - begin
 
     assert lasts("forward_backward", 0.01) == pytest.approx(0.037)
     assert lasts("forward_backward", 0.05) == pytest.approx(0.05)
+    assert lasts("forward_backward", 0.05, 1) == pytest.approx(0.259)
     assert lasts("route", 0.02) == pytest.approx(0.05)
     assert lasts("copy", 0.0) == pytest.approx(0.08)
     assert lasts("retrieve", 0.03) == pytest.approx(0.03)

@@ -21,6 +21,7 @@ from torch import nn
 from nestpipe_kernels import optim
 from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
+from nestpipe_kernels.stages.routing import micro_batch_sizes
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
 BATCHES = [make_batch(t, size=7) for t in range(5)]
@@ -44,6 +45,40 @@ def test_outputs_come_in_the_callers_order_although_samples_are_clustered(schedu
             output = pipeline.progress(iter([batch]))
             assert torch.allclose(output, expected, rtol=0, atol=1e-6)
     assert not torch.allclose(expected, expected.sort().values), "the order of the outputs must matter"
+
+
+@pytest.mark.parametrize(
+    "samples, number, share, sizes",
+    [
+        (64, 8, 0.5, [4, 10, 10, 9, 9, 9, 9, 4]),
+        (64, 8, 1.0, [8] * 8),
+        (64, 2, 0.5, [32, 32]),
+        (9, 3, 0.1, [1, 7, 1]),
+        (3, 3, 0.1, [1, 1, 1]),
+        (2, 3, 0.5, [1, 1, 0]),
+        (0, 3, 0.5, [0, 0, 0]),
+        (7, 3, 0.99, [3, 2, 2]),
+    ],
+)
+def test_the_first_and_the_last_micro_batch_may_be_smaller(samples, number, share, sizes):
+    assert micro_batch_sizes(samples, number, share) == sizes
+
+
+def test_smaller_edges_are_the_same_in_every_schedule_and_near_even_ones():
+    batches = [make_batch(t, size=13) for t in range(5)]
+
+    def losses(schedule, **settings):
+        runs = run_all(2, schedule, lambda r: batches, num_micro_batches=4, **settings)
+        assert not any(run.errors for run in runs)
+        return [(run.losses, run.state.rows, run.state.dense) for run in runs]
+
+    expected = losses("sequential", edge_share=0.4)
+    for schedule in EXACT:
+        assert losses(schedule, edge_share=0.4) == expected
+    even = losses("sequential")
+    assert even != expected
+    for one, other in zip(even, expected):
+        assert torch.allclose(torch.tensor(one[0]), torch.tensor(other[0]), rtol=1e-4)
 
 
 def test_clustering_does_reorder_samples():

@@ -139,6 +139,9 @@ def _add_pipeline(cases: Any) -> None:
     case.add_argument(
         "--micro-batches", type=positive, metavar="N", default=None, help="parts of a batch (the shape's)"
     )
+    case.add_argument(
+        "--edge-share", type=float, metavar="PART", default=None, help="as in PipelineConfig (the shape's)"
+    )
     only = "beside sequential: dbp, fwp, nested, nested+early, nested+pooled, async (all)"
     case.add_argument("--only", nargs="+", metavar="IMPL", default=None, help=only)
     case.add_argument("--peers", action="store_true", help="also TorchRec, if installed")

@@ -50,6 +50,7 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
         "row_transfer": config.row_transfer,
         "early_send": config.early_send,
         "owner_pooling": [b.pooled for b in rank.bindings] + [rank.owner_pooling_auto],
+        "edge_share": float(config.edge_share),
         "row_wire": config.row_wire,
         "gradient_wire": config.gradient_wire,
         "nan_policy": config.nan_policy,

@@ -42,6 +42,9 @@ from .validate import validate
 
 __all__ = ["NestedPipeline", "Step"]
 
+_PATIENCE_S = 0.01
+"""Longer than a step takes to end and the next to begin, where nothing comes between; not long where something does."""
+
 
 class NestedPipeline:
     """Trains a model through the nested pipeline; the result equals `schedule="sequential"` bit for bit.
@@ -126,6 +129,8 @@ class NestedPipeline:
             row_wire=config.row_wire,
             gradient_wire=config.gradient_wire,
             clustering=config.clustering == "key",
+            edge_share=config.edge_share,
+            patience_s=_PATIENCE_S,
             nan_policy=config.nan_policy,
             model=model,
             call_model=lambda m, batch: call_model(m, loss_fn, batch),

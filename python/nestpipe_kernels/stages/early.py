@@ -50,6 +50,7 @@ def begin(rank: RankState, batch: BatchState, micro: int) -> None:
     commit.begin(rank, batch, micro)
     word = torch.tensor([int(batch.resend)])
     batch.post("resend", 0, exchange_same(rank.communicator.group("resend"), word, f"{batch.tag}/resend"))
+    rank.step_begun.set()
 
 
 # ------------------------------------------------------------------------------------------- which rows are when
@@ -230,6 +231,7 @@ def send_grads(rank: RankState, batch: BatchState, micro: int) -> None:
     if micro < rank.num_micro_batches - 1:
         window.send_grads(rank, batch, micro)
         return
+    rank.step_begun.clear()
     moves = [_last_grads(plan)[0] for plan in batch.plans]
     urgent = [_take(rank, plan, move) for plan, move in zip(batch.plans, moves)]
     window.post_grads(rank, batch, ("grads", micro), urgent, moves, [_last_grads(o)[0] for o in batch.owner], True)
@@ -245,7 +247,9 @@ def _take(rank: RankState, plan: StorePlan, move: Transfer) -> Tensor:
 
 
 def send_remaining_grads(rank: RankState, batch: BatchState, micro: int) -> None:
-    """The other gradients of the last micro-batch."""
+    """The other gradients of the last micro-batch; for a moment they let the word go first that opens the next step, as
+    the model waits for it and would wait for all of them on the same link."""
+    rank.step_begun.wait(rank.patience_s)
     parts, batch.remaining = batch.remaining, []
     moves = [_last_grads(plan)[1] for plan in batch.plans]
     window.post_grads(rank, batch, ("grads.rest", 0), parts, moves, [_last_grads(o)[1] for o in batch.owner], True)

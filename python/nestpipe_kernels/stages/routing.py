@@ -26,6 +26,7 @@ __all__ = [
     "exchange_keys",
     "fetch",
     "merge_sources",
+    "micro_batch_sizes",
     "plan_keys",
     "prefetch",
     "route",
@@ -100,10 +101,20 @@ def route(rank: RankState, batch: BatchState, micro: int) -> None:
     announce(rank, batch)
 
 
+def micro_batch_sizes(samples: int, number: int, edge_share: float) -> list[int]:
+    """Samples of each micro-batch: even, or `edge_share` of that in the first and the last of three or more, at least
+    one in each, and even between them."""
+    even = partition_sizes(samples, number)
+    if number < 3 or samples < number:
+        return even
+    edge = max(round(samples / number * edge_share), 1)
+    return even if edge >= even[-1] else [edge, *partition_sizes(samples - 2 * edge, number - 2), edge]
+
+
 def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
     from ..capture.split import split
 
-    parts = partition_sizes(batch.size, rank.num_micro_batches)
+    parts = micro_batch_sizes(batch.size, rank.num_micro_batches, rank.edge_share)
     order = torch.arange(batch.size)
     if rank.clustering and rank.num_micro_batches > 1 and batch.size > 1:
         order = _clustered_order(rank, batch)

@@ -3,6 +3,7 @@ travels."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class RankState:
     owner_pooling_auto: bool = False
     """Owners pool only features of which that is fewer bytes, batch by batch."""
     clustering: bool = False
+    edge_share: float = 1.0
     nan_policy: str = "raise"
     poison: bool = False
     """Fill buffers with NaN before use: a read of something not written shows."""
@@ -152,6 +154,10 @@ class RankState:
     """Somebody wants counters of every batch."""
     topology: Topology = field(default=None)  # type: ignore[assignment]
     """Which ranks share a copy of the tables; None: all of them share one."""
+    step_begun: threading.Event = field(default_factory=threading.Event)
+    """Early send: set when the next step has begun, cleared with a batch's last gradients."""
+    patience_s: float = 0.0
+    """For how long, at most, the last gradients that nobody waits for wait for that."""
     hold: StageHold | None = None
     """Emulates a device: may keep the stage's lane after its work, until the device would have ended it. Only
     benchmarks set it."""
