@@ -91,7 +91,7 @@ def test_hundreds_of_steps(world):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("schedule", ["nested", "sequential"])
+@pytest.mark.parametrize("schedule", ["nested", "nested+early", "sequential"])
 def test_ten_thousand_steps(world, schedule, monkeypatch):
     import gloo_world
 
