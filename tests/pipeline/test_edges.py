@@ -30,7 +30,7 @@ EDGES = [
     pytest.param(name, kind, edge.label, id=f"{name}-{kind}-{edge.label}")
     for name in SCHEDULES
     for kind in KINDS
-    if name == "nested" or kind not in ("early", "pooled")
+    if name == "nested" or kind not in ("early", "pooled", "at_once")
     for edge in graph_of(name, kind).edges
     if not edge.policy and (kind not in OF_INTEREST or {edge.source, edge.target} & OF_INTEREST[kind])
 ]
