@@ -25,6 +25,8 @@ __all__ = ["Implementation", "Setup", "check_equal", "lines", "measure", "run"]
 
 WARM_UP_ROUNDS = 2
 BUDGET_S = 10.0
+REST_S = 0.02
+"""Before every step: threads of the implementation before (OpenMP's) wait for work busily for a while."""
 
 
 @dataclass
@@ -135,11 +137,19 @@ def measure(
         for one in implementations:
             if one.prepare is not None:
                 one.prepare(k)
+            _rest()
             start = time.perf_counter()
             one.step(k)
             if k >= 0:
                 times[one.name].append((time.perf_counter() - start) * 1e3)
     return times
+
+
+def _rest() -> None:
+    """Busily, so that this thread's core neither sleeps nor gets another thread."""
+    end = time.perf_counter() + REST_S
+    while time.perf_counter() < end:
+        pass
 
 
 def lines(case: str, threads: int, setup: Setup, times: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -24,8 +24,12 @@ using SegmentModes = std::vector<std::int32_t>;
 using MatrixList = std::vector<std::pair<PoolAddress, std::int64_t>>;
 
 inline RowMatrix to_rows(const RowsTuple& rows) {
-  return {as_pointer<const float>(std::get<0>(rows)), std::get<1>(rows), std::get<2>(rows),
-          std::get<3>(rows), nullptr};
+  return {as_pointer<const float>(std::get<0>(rows)),
+          std::get<1>(rows),
+          std::get<2>(rows),
+          std::get<3>(rows),
+          nullptr,
+          0};
 }
 
 inline BagList to_bags(const BagsTuple& bags, SegmentBags segment_bags,
@@ -37,7 +41,8 @@ inline BagList to_bags(const BagsTuple& bags, SegmentBags segment_bags,
           std::get<4>(bags),
           std::move(segment_bags),
           std::move(segment_modes),
-          as_pointer<const float>(std::get<5>(bags))};
+          as_pointer<const float>(std::get<5>(bags)),
+          false};
 }
 
 template <typename Matrix, typename T>

@@ -161,6 +161,19 @@ void bind_keys_of_store(py::class_<EmbeddingStore>& store) {
       },
       Unlocked());
   store.def(
+      "retrieve_occurrences",
+      [](EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address valid,
+         std::int64_t batch, const std::tuple<Address, Address, Address, Address>& out,
+         RetrievalJournal& journal) {
+        const OccurrenceSpan span = {
+            as_pointer<std::int32_t>(std::get<0>(out)), as_pointer<std::int64_t>(std::get<1>(out)),
+            as_pointer<std::int64_t>(std::get<2>(out)), as_pointer<std::int32_t>(std::get<3>(out))};
+        return self.retrieve_occurrences(key_span(keys, tables, size),
+                                         as_pointer<const std::uint8_t>(valid), batch, span,
+                                         &journal);
+      },
+      Unlocked());
+  store.def(
       "warm",
       [](const EmbeddingStore& self, Address keys, Address tables, std::int64_t size) {
         self.warm(key_span(keys, tables, size));
@@ -219,6 +232,16 @@ void bind_rows_of_store(py::class_<EmbeddingStore>& store) {
         self.pool(as_pointer<const std::int64_t>(handles), key_span(keys, tables, size),
                   to_bags(bags, segment_bags, segment_modes),
                   to_matrices<SegmentOutput, float>(outs));
+      },
+      Unlocked());
+  store.def(
+      "pool_keys",
+      [](const EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address valid,
+         const BagsTuple& bags, const SegmentBags& segment_bags, const SegmentModes& segment_modes,
+         const MatrixList& outs) {
+        return self.pool_keys(key_span(keys, tables, size), as_pointer<const std::uint8_t>(valid),
+                              to_bags(bags, segment_bags, segment_modes),
+                              to_matrices<SegmentOutput, float>(outs));
       },
       Unlocked());
   store.def(

@@ -52,6 +52,12 @@ void check_modes(const BagList& bags) {
   }
 }
 
+void check_slots(OwnSlots, std::int64_t size, std::int64_t num_rows) {
+  if (size == num_rows) return;
+  fail("without slots, expected a row for each of " + std::to_string(size) + " occurrences, got " +
+       std::to_string(num_rows) + " rows");
+}
+
 template <typename Slot>
 void check_slots(const Slot* slots, std::int64_t size, std::int64_t num_rows) {
   Slot smallest = 0;
@@ -90,7 +96,7 @@ void check_bags(const BagList& bags, std::int64_t num_rows, std::size_t num_matr
   check_ascending("segment_bags", bags.segment_bags.data(), num_segments, bags.num_bags, "bags");
   check_ascending("bag_offsets", bags.bag_offsets, bags.num_bags, bags.num_occurrences, "slots");
   check_modes(bags);
-  with_slots(bags, [&](const auto* slots) { check_slots(slots, bags.num_occurrences, num_rows); });
+  with_slots(bags, [&](auto slots) { check_slots(slots, bags.num_occurrences, num_rows); });
 }
 
 bool has_mode(const BagList& bags, PoolMode mode) {

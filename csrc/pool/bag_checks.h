@@ -23,10 +23,17 @@ void for_each_bag(const BagList& bags, std::int64_t begin, std::int64_t end, con
   }
 }
 
-// Calls body(typed slots) with the slots' own integer type.
+// Slots of occurrences that have a row each.
+struct OwnSlots {
+  std::int64_t operator[](std::int64_t j) const { return j; }
+};
+
+// Calls body(slots) with the slots' own integer type, or OwnSlots.
 template <typename Body>
 void with_slots(const BagList& bags, const Body& body) {
-  if (bags.slots_are_int64) {
+  if (bags.own_rows) {
+    body(OwnSlots{});
+  } else if (bags.slots_are_int64) {
     body(static_cast<const std::int64_t*>(bags.slots));
   } else {
     body(static_cast<const std::int32_t*>(bags.slots));

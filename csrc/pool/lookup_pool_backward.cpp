@@ -75,8 +75,8 @@ class Backward {
     }
   }
 
-  template <typename Slot>
-  void run(const Slot* slots, const UseGradients& use) {
+  template <typename Slots>
+  void run(Slots slots, const UseGradients& use) {
     describe_bags(slots);
     sort_occurrences(slots);
     sum_hot_blocks();
@@ -107,8 +107,8 @@ class Backward {
   }
 
   // Counts for mean, winners for max.
-  template <typename Slot>
-  void describe_bags(const Slot* slots) {
+  template <typename Slots>
+  void describe_bags(Slots slots) {
     const auto work_before = [&](std::int64_t bag) { return list_.bag_offsets[bag] + bag; };
     parallel_by_work(list_.num_bags, rows_per_task(rows_.dim), work_before,
                      [&](std::int64_t begin, std::int64_t end) {
@@ -119,8 +119,8 @@ class Backward {
                      });
   }
 
-  template <typename Slot>
-  void describe_bag(const Slot* slots, std::int64_t bag_index, float* maxima) {
+  template <typename Slots>
+  void describe_bag(Slots slots, std::int64_t bag_index, float* maxima) {
     Bag& bag = bags_[bag_index];
     const std::int64_t begin = list_.bag_offsets[bag_index];
     const std::int64_t end = list_.bag_offsets[bag_index + 1];
@@ -159,8 +159,8 @@ class Backward {
 
   // A stable counting sort by slot. Each part of the bags has counts of its own, so that parts are
   // independent; what comes out does not depend on how many there are.
-  template <typename Slot>
-  void sort_occurrences(const Slot* slots) {
+  template <typename Slots>
+  void sort_occurrences(Slots slots) {
     const std::int64_t size = rows_.num_rows;
     const std::int64_t num_parts =
         std::max<std::int64_t>(1, std::min({std::int64_t{num_threads()}, kMaxParts,
@@ -344,14 +344,14 @@ void lookup_pool_backward(const RowMatrix& rows, const BagList& bags,
       for (std::int64_t d = 0; d < dim; ++d) target[d] += gradient[d];
     }
   };
-  with_slots(bags, [&](const auto* slots) { backward.run(slots, add); });
+  with_slots(bags, [&](auto slots) { backward.run(slots, add); });
 }
 
 void lookup_pool_gradients(const RowMatrix& rows, const BagList& bags,
                            const std::vector<SegmentGradient>& grads, const UseGradients& use) {
   check_bags(bags, rows.num_rows, grads.size());
   Backward backward(rows, bags, grads);
-  with_slots(bags, [&](const auto* slots) { backward.run(slots, use); });
+  with_slots(bags, [&](auto slots) { backward.run(slots, use); });
 }
 
 double lookup_pool_gradient_bound(const BagList& bags, const std::vector<SegmentGradient>& grads,
@@ -406,7 +406,7 @@ void lookup_pool_weight_grad(const RowMatrix& rows, const BagList& bags,
     throw std::invalid_argument("lookup_pool: gradients of weights need pooling sum or none");
   }
   const auto work_before = [&](std::int64_t bag) { return bags.bag_offsets[bag] + bag; };
-  with_slots(bags, [&](const auto* slots) {
+  with_slots(bags, [&](auto slots) {
     const auto one_bag = [&](std::int64_t segment, std::int64_t bag) {
       const SegmentGradient& segment_grad = grads[segment];
       const std::int64_t row_index = bag - bags.segment_bags[segment];

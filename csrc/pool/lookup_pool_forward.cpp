@@ -13,10 +13,11 @@ namespace {
 // Rows are fetched this many occurrences before they are added.
 constexpr std::int64_t kAhead = 16;
 
-template <typename Slot>
+// Slots: a pointer to them, or OwnSlots. A row that is null is padding, too.
+template <typename Slots>
 struct Forward {
   const RowMatrix& rows;
-  const Slot* slots;
+  Slots slots;
   const float* weights;
   std::int64_t num_occurrences;
   AddRows add_rows;
@@ -105,24 +106,58 @@ struct Forward {
 
 }  // namespace
 
-void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
-                         const std::vector<SegmentOutput>& outs) {
-  check_bags(bags, rows.num_rows, outs.size());
-  const auto work_before = [&](std::int64_t bag) { return bags.bag_offsets[bag] + bag; };
-  with_slots(bags, [&](const auto* slots) {
-    using Slot = std::remove_const_t<std::remove_pointer_t<decltype(slots)>>;
+namespace {
+
+// Pools bags begin .. end - 1.
+void pool_bags(const RowMatrix& rows, const BagList& bags, std::int64_t begin, std::int64_t end,
+               const std::vector<SegmentOutput>& outs) {
+  with_slots(bags, [&](auto slots) {
     const Weighing weighing = bags.weights == nullptr ? Weighing::kPlain : Weighing::kTimes;
-    const Forward<Slot> forward = {rows, slots, bags.weights, bags.num_occurrences,
-                                   add_rows_function(weighing)};
-    const auto pool = [&](std::int64_t segment, std::int64_t bag) {
+    const Forward<decltype(slots)> forward = {rows, slots, bags.weights, bags.bag_offsets[end],
+                                              add_rows_function(weighing)};
+    for_each_bag(bags, begin, end, [&](std::int64_t segment, std::int64_t bag) {
       const SegmentOutput& out = outs[segment];
       forward.bag(static_cast<PoolMode>(bags.segment_modes[segment]), bags.bag_offsets[bag],
                   bags.bag_offsets[bag + 1],
                   out.data + (bag - bags.segment_bags[segment]) * out.stride);
-    };
-    parallel_by_work(
-        bags.num_bags, rows_per_task(rows.dim), work_before,
-        [&](std::int64_t begin, std::int64_t end) { for_each_bag(bags, begin, end, pool); });
+    });
+  });
+}
+
+// Calls body(begin, end) for ranges of all bags.
+template <typename Body>
+void lookup_pool_ranges(const BagList& bags, std::int64_t dim, const Body& body) {
+  const auto work_before = [&](std::int64_t bag) { return bags.bag_offsets[bag] + bag; };
+  parallel_by_work(bags.num_bags, rows_per_task(dim), work_before, body);
+}
+
+}  // namespace
+
+void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
+                         const std::vector<SegmentOutput>& outs) {
+  check_bags(bags, rows.num_rows, outs.size());
+  lookup_pool_ranges(bags, rows.dim, [&](std::int64_t begin, std::int64_t end) {
+    pool_bags(rows, bags, begin, end, outs);
+  });
+}
+
+void lookup_pool_by_ranges(const BagList& list, std::int64_t dim,
+                           const std::vector<SegmentOutput>& outs, const MakeRows& make_rows) {
+  BagList bags = list;
+  bags.own_rows = true;
+  check_bags(bags, bags.num_occurrences, outs.size());
+  lookup_pool_ranges(bags, dim, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = bags.bag_offsets[begin];
+    std::vector<const float*> pointers(static_cast<std::size_t>(bags.bag_offsets[end] - first));
+    if (!make_rows(first, first + static_cast<std::int64_t>(pointers.size()), pointers.data())) {
+      return;
+    }
+    RowMatrix rows;
+    rows.num_rows = bags.num_occurrences;
+    rows.dim = dim;
+    rows.pointers = pointers.data();
+    rows.first = first;
+    pool_bags(rows, bags, begin, end, outs);
   });
 }
 

@@ -1,4 +1,7 @@
 // Pooling and updating rows where they lie, without a copy of them.
+#include <atomic>
+#include <mutex>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,6 +55,35 @@ void EmbeddingStore::pool(const std::int64_t* handles, const KeySpan& in, const 
   matrix.dim = dim_;
   matrix.pointers = rows.data();
   lookup_pool_forward(matrix, bags, outs);
+}
+
+bool EmbeddingStore::pool_keys(const KeySpan& in, const std::uint8_t* valid, const BagList& bags,
+                               const std::vector<SegmentOutput>& outs) const {
+  check_in_place(pools_in_place(), "pool_keys");
+  check_tables(in);
+  if (in.size != bags.num_occurrences) {
+    throw std::invalid_argument("pool_keys: expected a key for each of " +
+                                std::to_string(bags.num_occurrences) + " occurrences, got " +
+                                std::to_string(in.size));
+  }
+  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  std::atomic<bool> all_there{true};
+  const auto find_rows = [&](std::int64_t begin, std::int64_t end, const float** rows) {
+    bool there = true;
+    search_range(in, begin, end, [&](std::int64_t j, std::uint32_t number) {
+      if (valid != nullptr && valid[j] == 0) {
+        rows[j - begin] = nullptr;
+      } else if (number == kNoRow) {
+        there = false;
+      } else {
+        rows[j - begin] = row(number);
+      }
+    });
+    if (!there) all_there.store(false, std::memory_order_relaxed);
+    return there;
+  };
+  lookup_pool_by_ranges(bags, dim_, outs, find_rows);
+  return all_there.load();
 }
 
 void EmbeddingStore::update_pooled(const std::int64_t* handles, std::int64_t size,

@@ -65,20 +65,9 @@ void EmbeddingStore::check_tables(const KeySpan& in) const {
 
 void EmbeddingStore::search(const KeySpan& in, std::int64_t* handles) const {
   parallel_ranges(in.size, kKeysPerTask, [&](std::int64_t begin, std::int64_t end) {
-    std::uint64_t hashes[kBlock];
-    for (std::int64_t block = begin; block < end; block += kBlock) {
-      const std::int64_t count = std::min(kBlock, end - block);
-      for (std::int64_t i = 0; i < count; ++i) {
-        const KeyIndex& index = tables_[in.tables[block + i]]->index;
-        hashes[i] = index.hash(in.keys[block + i]);
-        index.prefetch(hashes[i]);
-      }
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t j = block + i;
-        const std::uint32_t found = tables_[in.tables[j]]->index.find(hashes[i], in.keys[j]);
-        handles[j] = found == kNoRow ? -1 : std::int64_t{found};
-      }
-    }
+    search_range(in, begin, end, [&](std::int64_t j, std::uint32_t found) {
+      handles[j] = found == kNoRow ? -1 : std::int64_t{found};
+    });
   });
 }
 

@@ -25,6 +25,7 @@ __all__ = [
     "KeyedJaggedLike",
     "LookupCall",
     "LookupContext",
+    "OccurrenceRows",
     "PoolingType",
     "Retrieval",
     "RowStore",
@@ -142,7 +143,7 @@ class LookupCall:
     """Per store: int64 [n], where each occurrence's weight stands in `weights`; None without weights."""
     signature: list[Tensor] = field(default_factory=list)
     """The tensors that determine the keys (values, lengths, weights): compared with what the model really passes."""
-    samples: list[Tensor | None] = field(default_factory=list)
+    samples: Sequence[Tensor | None] = field(default_factory=list)
     """Per store: int64 [n], the sample that each occurrence belongs to, or None if bags do not map to samples."""
 
 
@@ -223,6 +224,19 @@ class Retrieval:
     """uint8 [U], KeyStatus."""
     journal: Any
     """Opaque; `store.undo(retrieval)` restores metadata and removes inserted keys (newest retrieval first)."""
+
+
+@dataclass
+class OccurrenceRows:
+    """The rows of a list of occurrences, each once, in an order that means nothing."""
+
+    retrieval: Retrieval
+    slots: Tensor
+    """int32 [n], which of the rows each occurrence has; -1 for padding."""
+    keys: Tensor
+    """int64 [U]"""
+    tables: Tensor
+    """int32 [U]"""
 
 
 @dataclass
@@ -327,6 +341,13 @@ class InPlaceStore(RowStore, Protocol):
         """Changes whenever keys may have got or lost rows."""
         ...
 
+    def retrieve_occurrences(
+        self, keys: Tensor, tables: Tensor, valid: Tensor | None, batch: int
+    ) -> OccurrenceRows | None:
+        """`retrieve` of keys with repetitions, each occurrence counted; None, with nothing changed, where a key has no
+        row or rows may leave."""
+        ...
+
     def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor) -> Tensor:
         """float32 [U, dim], a copy."""
         ...
@@ -335,6 +356,10 @@ class InPlaceStore(RowStore, Protocol):
         self, handles: Tensor, keys: Tensor, tables: Tensor, slots: Tensor, bags: StoreKeys, outs: Sequence[Tensor]
     ) -> None:
         """Bags of rows, by their slots in `handles`, into a matrix for each segment."""
+        ...
+
+    def pool_keys(self, bags: StoreKeys, outs: Sequence[Tensor]) -> bool:
+        """`pool` of keys, one for each occurrence; False where one has no row: `outs` may be written in part then."""
         ...
 
     def update_pooled(

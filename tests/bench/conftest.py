@@ -24,6 +24,7 @@ def _same_threads() -> Iterator[None]:
 def _known_floor(monkeypatch) -> None:
     """A machine of known rates; measuring them takes a second and much memory."""
     case = pytest.importorskip("nestpipe_kernels.bench.case", reason="the suite comes with the installed package")
+    monkeypatch.setattr(case, "REST_S", 0.0)
     floor = importlib.import_module("nestpipe_kernels.bench.machine_floor").MachineFloor
     monkeypatch.setattr(
         case, "machine_floor", lambda threads, adjacent_lines: floor(threads, 1e10 * threads, 1e8 * threads)

@@ -16,6 +16,7 @@
 #include "nestpipe/lookup_pool.h"
 #include "nestpipe/mean_sources.h"
 #include "nestpipe/parallel.h"
+#include "nestpipe/row_sums.h"
 #include "nestpipe/row_sync.h"
 #include "nestpipe/row_update.h"
 #include "nestpipe/scatter_add_rows.h"
@@ -106,6 +107,43 @@ void test_sums_against_loops() {
     }
   }
   for (const float value : out) CHECK_EQUAL(std::isfinite(value), true);
+}
+
+void test_rows_found_as_they_are_needed() {
+  const Case c;
+  const std::vector<float> truth = c.forward();
+  BagList list = c.bags();
+  list.own_rows = true;
+  std::vector<float> out(Case::kBags * Case::kDim, NAN);
+  std::vector<SegmentOutput> outs;
+  for (int s = 0; s < 4; ++s) {
+    outs.push_back({out.data() + list.segment_bags[s] * Case::kDim, Case::kDim});
+  }
+  const auto find = [&](std::int64_t begin, std::int64_t end, const float** rows) {
+    for (std::int64_t j = begin; j < end; ++j) {
+      rows[j - begin] = c.slots[j] < 0 ? nullptr : c.rows.data() + c.slots[j] * Case::kDim;
+    }
+    return true;
+  };
+  lookup_pool_by_ranges(list, Case::kDim, outs, find);
+  CHECK_EQUAL(same_bits(out, truth), true);
+  bool refused = false;
+  try {
+    lookup_pool_forward(c.matrix(), list, outs);
+  } catch (const std::invalid_argument& error) {
+    refused = std::strstr(error.what(), "without slots, expected a row for each of") != nullptr;
+  }
+  CHECK_EQUAL(refused, true);
+}
+
+void test_instructions_do_not_change_bits() {
+  const Case c;
+  const std::vector<float> out = c.forward();
+  const std::vector<float> sums = c.backward();
+  use_portable_sums(true);
+  CHECK_EQUAL(same_bits(c.forward(), out), true);
+  CHECK_EQUAL(same_bits(c.backward(), sums), true);
+  use_portable_sums(false);
 }
 
 void test_threads_and_callers_do_not_change_bits() {
@@ -318,6 +356,8 @@ void test_wire_formats() {
 
 int main() {
   test_sums_against_loops();
+  test_rows_found_as_they_are_needed();
+  test_instructions_do_not_change_bits();
   test_threads_and_callers_do_not_change_bits();
   test_bad_slots_change_nothing();
   test_lane_sum_order();

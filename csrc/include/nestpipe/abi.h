@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 11;
+constexpr int kAbiVersion = 12;
 
 }  // namespace nestpipe

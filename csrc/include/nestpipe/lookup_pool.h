@@ -24,9 +24,10 @@ struct RowMatrix {
   std::int64_t stride = 0;
   std::int64_t dim = 0;
   const float* const* pointers = nullptr;  // [num_rows] where each row lies, instead of data
+  std::int64_t first = 0;                  // the row that pointers[0] belongs to
 
   const float* row(std::int64_t slot) const {
-    return pointers != nullptr ? pointers[slot] : data + slot * stride;
+    return pointers != nullptr ? pointers[slot - first] : data + slot * stride;
   }
   bool is_null() const { return data == nullptr && pointers == nullptr; }
 };
@@ -34,8 +35,8 @@ struct RowMatrix {
 // Which rows form which bag. A segment is a run of bags with one pooling mode and one output or
 // gradient matrix.
 struct BagList {
-  const void* slots =
-      nullptr;  // [num_occurrences] int32 or int64; -1 is padding: skipped and not counted
+  // [num_occurrences] int32 or int64; -1 is padding: skipped and not counted
+  const void* slots = nullptr;
   bool slots_are_int64 = false;
   std::int64_t num_occurrences = 0;
   const std::int64_t* bag_offsets = nullptr;  // [num_bags + 1]
@@ -43,6 +44,8 @@ struct BagList {
   std::vector<std::int64_t> segment_bags;   // [num_segments + 1]
   std::vector<std::int32_t> segment_modes;  // [num_segments] PoolMode
   const float* weights = nullptr;           // [num_occurrences] or null; only with kSum and kNone
+
+  bool own_rows = false;  // Occurrence j has row j; slots are not read.
 
   std::int64_t num_segments() const { return static_cast<std::int64_t>(segment_modes.size()); }
 };
@@ -63,6 +66,13 @@ struct SegmentGradient {
 // outs[s][b] = pooled rows of bag b of segment s. Writes every element.
 void lookup_pool_forward(const RowMatrix& rows, const BagList& bags,
                          const std::vector<SegmentOutput>& outs);
+
+// The same for rows that are found as they are needed: make_rows(begin, end, pointers) says where
+// the rows of occurrences begin .. end - 1 lie (null: padding), from several threads; false leaves
+// their bags as they are. Slots are not read.
+using MakeRows = std::function<bool(std::int64_t, std::int64_t, const float**)>;
+void lookup_pool_by_ranges(const BagList& bags, std::int64_t dim,
+                           const std::vector<SegmentOutput>& outs, const MakeRows& make_rows);
 
 // accumulator[u] += gradient of row u, for rows that occur. `rows.data` may be null unless a
 // segment has kMax. accumulator: [rows.num_rows, rows.dim] contiguous.

@@ -92,6 +92,14 @@ struct RetrievalSpan {
   std::uint8_t* status;   // KeyStatus
 };
 
+// The rows of a list of occurrences: each row once, in an order that means nothing.
+struct OccurrenceSpan {
+  std::int32_t* slots;    // [n] which of the rows each occurrence has; -1: padding
+  std::int64_t* handles;  // [n], of which the first ones are written
+  std::int64_t* keys;     // the same
+  std::int32_t* tables;   // the same
+};
+
 // What happened to keys of a table since it was made, per key and call; undo takes back.
 struct TableCounters {
   std::int64_t inserted = 0;
@@ -160,6 +168,12 @@ class EmbeddingStore {
   // it is and nothing is evicted. `score` serves tables with EvictionKind::kScore.
   void retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
                 const ScoreFunction& score, const RetrievalSpan& out, RetrievalJournal* journal);
+  // The retrieval of keys with repetitions, where all of them have rows and no table evicts: counts
+  // each occurrence, finds each row once. valid [n], 0 for padding, or null. Returns the number of
+  // rows; -1 where that is not so, and nothing has changed.
+  std::int64_t retrieve_occurrences(const KeySpan& in, const std::uint8_t* valid,
+                                    std::int64_t batch, const OccurrenceSpan& out,
+                                    RetrievalJournal* journal);
   // Takes back a retrieval, newest first: inserted keys go, evicted ones return to their rows;
   // metadata, counts and counters are as before. Throws std::invalid_argument where it is not the
   // newest, or its evicted rows are free.
@@ -208,6 +222,10 @@ class EmbeddingStore {
   // key's initial embedding. Only where pools_in_place().
   void pool(const std::int64_t* handles, const KeySpan& in, const BagList& bags,
             const std::vector<SegmentOutput>& outs) const;
+  // The same of the keys themselves [n], one for each occurrence of bags without slots; valid [n],
+  // 0 for padding, or null. False where some key has no row; outs may be written in part then.
+  bool pool_keys(const KeySpan& in, const std::uint8_t* valid, const BagList& bags,
+                 const std::vector<SegmentOutput>& outs) const;
   // The update of the rows of handles [n], distinct, by the gradients that bags give them; handles
   // of -1 are skipped. Of the arguments, lr, row_lr [n] and mask [n] count. No kMax. Only where
   // pools_in_place().
@@ -255,7 +273,7 @@ class EmbeddingStore {
     std::int64_t last_used;
     std::int64_t frequency;
     std::int32_t table;
-    std::int32_t unused;
+    std::int32_t mark;  // Of use within a call alone (occurrences.cpp).
   };
   // 4 bytes more, apart from the record, so that looking for rows to evict passes over little
   // memory: kNoAge where no key has the row, else age_of(last_used) in stores that evict.
@@ -342,6 +360,25 @@ class EmbeddingStore {
   void absent_row(std::int32_t table, std::int64_t key, float* out) const;
   void absent_embedding(std::int32_t table, std::int64_t key, float* words) const;
   void search(const KeySpan& in, std::int64_t* handles) const;
+  // visit(j, row number or kNoRow) for j in [begin, end), several buckets under way at a time.
+  template <typename Visit>
+  void search_range(const KeySpan& in, std::int64_t begin, std::int64_t end,
+                    const Visit& visit) const {
+    constexpr std::int64_t kBlock = 32;
+    std::uint64_t hashes[kBlock];
+    for (std::int64_t block = begin; block < end; block += kBlock) {
+      const std::int64_t count = end - block < kBlock ? end - block : kBlock;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const KeyIndex& index = tables_[in.tables[block + i]]->index;
+        hashes[i] = index.hash(in.keys[block + i]);
+        index.prefetch(hashes[i]);
+      }
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t j = block + i;
+        visit(j, tables_[in.tables[j]]->index.find(hashes[i], in.keys[j]));
+      }
+    }
+  }
 
   // Steps of retrieve (retrieval.cpp).
   void use_found(const RetrievalSpan& out, std::int64_t size, const std::int64_t* counts,
@@ -358,6 +395,11 @@ class EmbeddingStore {
   void write_new_rows(const Missing& missing, std::int64_t batch, const RetrievalSpan& out);
   void take_numbers(const Missing& missing);
   void reserve_rows(std::uint64_t num_rows);
+
+  // Steps of retrieve_occurrences (occurrences.cpp).
+  struct UsedRows;
+  UsedRows use_occurrences(const std::vector<std::int64_t>& handles, std::int64_t batch,
+                           std::int64_t part, std::int64_t num_parts);
 
   // Steps of load_columns (loading.cpp).
   void check_columns(const std::vector<RowColumn>& columns) const;

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -106,7 +108,7 @@ def plan_lookup(
         weights=batch.caller_weights,
         weight_positions=[positions for _, positions, _ in planned],
         signature=signature,
-        samples=[samples for _, _, samples in planned],
+        samples=_Samples([samples for _, _, samples in planned]),
     )
 
 
@@ -122,8 +124,27 @@ def check_ids(layout: Layout, batch: CallInput, owner: str) -> None:
         _check_range(segment, batch, owner)
 
 
-def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor | None, Tensor]:
-    """The store's keys, where their weights stand, and the sample of each."""
+class _Samples(Sequence[Tensor]):
+    """Of each store, the sample of every key; made when asked for: only clustering asks."""
+
+    def __init__(self, makers: Sequence[Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    @overload
+    def __getitem__(self, store: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, store: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, store: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(store, slice):
+            return _Samples(self._makers[store])
+        return self._makers[store]()
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor | None, Callable[[], Tensor]]:
+    """The store's keys, where their weights stand, and what gives the sample of each."""
     segments = group.segments
     rows = [batch.keys.index(segment.feature) for segment in segments]
     slices = [slice(batch.starts[row], batch.starts[row + 1]) for row in rows]
@@ -134,7 +155,6 @@ def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor 
     lengths = (lengths if rows == list(range(len(lengths))) else lengths[rows]).reshape(-1)  # [S * B]
     tables = np.array([segment.table_index for segment in segments], dtype=np.int32)
     num_samples = batch.batch_size
-    samples = np.tile(np.arange(num_samples), len(segments)).repeat(lengths)
     if segments[0].mode is PoolingType.NONE:
         bag_offsets = np.arange(keys.numel() + 1)
         segment_bags = [0, *sizes.cumsum().tolist()]
@@ -154,7 +174,11 @@ def _plan_store(group: StoreGroup, batch: CallInput) -> tuple[StoreKeys, Tensor 
         weights=None if batch.weights is None else _pick(batch.weights, slices),
         valid=_valid(segments, slices, keys),
     )
-    return store_keys, positions, torch.from_numpy(samples)
+    return store_keys, positions, partial(_samples_of, num_samples, len(segments), lengths)
+
+
+def _samples_of(num_samples: int, num_segments: int, lengths: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.tile(np.arange(num_samples), num_segments).repeat(lengths))
 
 
 def _pick(values: Tensor, slices: Sequence[slice]) -> Tensor:
@@ -205,7 +229,8 @@ def _checked_values(values: Tensor, owner: str) -> Tensor:
         )
     if values.device.type != "cpu":
         raise TypeError(f"{owner}: feature values must be on the CPU, got {values.device}")
-    return values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+    # By numpy: torch would wake threads for it, which then wait for more, busily, where ours want to work.
+    return torch.from_numpy(np.array(values.numpy(), dtype=np.int64, order="C"))
 
 
 def _checked_lengths(features: KeyedJaggedLike, num_keys: int, num_values: int, owner: str) -> tuple[Tensor, list[int]]:

@@ -26,7 +26,7 @@ from ..errors import NonFiniteGradientError, RemoteRankError
 from ..ops.owners import default_slice_owner
 from ..types import EmbeddingModule, LookupCall, PoolingType
 from . import commit, local, replicas, retrieval, routing, window
-from .lookup_function import StoredRows, run_lookup
+from .lookup_function import KeyedRows, StoredRows, run_lookup
 from .pool import TensorPool
 from .state import BatchState, RankState, bind_stores
 
@@ -102,6 +102,9 @@ class EagerContext:
         """The same where this process owns all rows: they stay in their stores."""
         batch = self._new_batch("forward")
         call = self._module.plan_call(features)
+        if not torch.is_grad_enabled():
+            by_key = local.keyed(self._rank, call)
+            return self._run(call, by_key, [keys.keys for keys in call.stores], None)
         seen = local.look_up(self._rank, batch, call, training)
         self._raise_own(batch)
         rows: list[Tensor | StoredRows] = [found.rows for found in seen]
@@ -117,7 +120,7 @@ class EagerContext:
     def _run(
         self,
         call: LookupCall,
-        rows: Sequence[Tensor | StoredRows],
+        rows: Sequence[Tensor | StoredRows | KeyedRows],
         slots: Sequence[Tensor],
         seen: Sequence[local.SeenRows] | None,
     ) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from ..ops.dedup import dedup
 from ..ops.lookup_pool import pool_gradient_bound
-from ..types import InPlaceStore, LookupCall, PoolingType, StoreKeys
+from ..types import InPlaceStore, LookupCall, PoolingType, Retrieval, StoreKeys
 from . import commit, retrieval
-from .lookup_function import StoredRows
+from .lookup_function import KeyedRows, StoredRows
+from .retrieval import check_refused
 from .state import BatchState, OwnerKeys, RankState, StoreBinding
 
-__all__ = ["SeenRows", "is_local", "look_up", "update"]
+__all__ = ["SeenRows", "is_local", "keyed", "look_up", "update"]
 
 _LARGEST_GOOD = torch.finfo(torch.float32).max / 2
 """What stages/finite lets pass from one source."""
@@ -45,11 +47,10 @@ def is_local(rank: RankState) -> bool:
 def look_up(rank: RankState, batch: BatchState, call: LookupCall, training: bool) -> list[SeenRows]:
     """Find the rows of a call, or insert them if `training`; what fails is the batch's failure, and undone."""
     slots = []
-    for binding in rank.bindings:
-        owner, of_occurrences = _distinct(call.stores[binding.index])
-        batch.owner.append(owner)
-        slots.append(of_occurrences)
-    (retrieval.retrieve if training else retrieval.find)(rank, batch, 0)
+    with batch.guard(rank.communicator.rank, "retrieve" if training else "find"):
+        for binding in rank.bindings:
+            keys, store = call.stores[binding.index], _in_place(binding)
+            slots.append((_retrieve if training else _find)(store, keys, batch))
     if batch.failure is not None:
         if training:
             retrieval.undo_retrieval(rank, batch)
@@ -67,8 +68,44 @@ def _in_place(binding: StoreBinding) -> InPlaceStore:
     return cast(InPlaceStore, binding.store)
 
 
-def _distinct(keys: StoreKeys) -> tuple[OwnerKeys, Tensor]:
-    """The distinct keys in order of first appearance, and which of them each occurrence is."""
+def _retrieve(store: InPlaceStore, keys: StoreKeys, batch: BatchState) -> Tensor:
+    """Rows of a store's keys, new ones inserted, into the batch; which of them each occurrence has."""
+    found = store.retrieve_occurrences(keys.keys, keys.tables, keys.valid, batch.clock)
+    if found is not None:
+        batch.owner.append(_owner(found.keys, found.tables, found.slots, found.retrieval))
+        return found.slots
+    values, tables, counts, slots = _distinct(keys)
+    owner = _owner(values, tables, slots, store.retrieve(values, tables, counts, batch.clock))
+    batch.owner.append(owner)
+    check_refused(store, owner)
+    return slots
+
+
+def _find(store: InPlaceStore, keys: StoreKeys, batch: BatchState) -> Tensor:
+    """Rows of a store's keys as they are, into the batch; which of them each occurrence has."""
+    rows, slots = _stored(store, keys)
+    found = Retrieval(rows.handles, torch.empty(0, dtype=torch.uint8), None)
+    batch.owner.append(_owner(rows.keys, rows.tables, slots, found))
+    return slots
+
+
+def _stored(store: InPlaceStore, keys: StoreKeys) -> tuple[StoredRows, Tensor]:
+    values, tables, _, slots = _distinct(keys)
+    return StoredRows(store, store.find_handles(values, tables), values, tables), slots
+
+
+def keyed(rank: RankState, call: LookupCall) -> list[KeyedRows]:
+    """The rows of a call as they are, found by key while they are pooled: nothing will be updated."""
+    stores = [(_in_place(binding), call.stores[binding.index]) for binding in rank.bindings]
+    return [KeyedRows(store, partial(_stored, store, keys)) for store, keys in stores]
+
+
+def _owner(keys: Tensor, tables: Tensor, slots: Tensor, found: Retrieval) -> OwnerKeys:
+    return OwnerKeys(keys, tables, torch.empty(0, dtype=torch.int64), slots, [len(keys)], [], [], found)
+
+
+def _distinct(keys: StoreKeys) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The distinct keys in order of first appearance, their tables and counts, and which each occurrence is."""
     values, tables, kept = keys.keys, keys.tables, None
     if keys.valid is not None and not bool(keys.valid.all()):
         kept = torch.nonzero(keys.valid).squeeze(1)
@@ -78,9 +115,7 @@ def _distinct(keys: StoreKeys) -> tuple[OwnerKeys, Tensor]:
     if kept is not None:
         slots = torch.full((len(keys.keys),), -1, dtype=torch.int32)
         slots[kept] = distinct.inverse
-    index = distinct.unique_index
-    owner = OwnerKeys(values[index], tables[index], distinct.counts, distinct.inverse, [len(index)], [], [])
-    return owner, slots
+    return values[distinct.unique_index], tables[distinct.unique_index], distinct.counts, slots
 
 
 def update(

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
 from nestpipe_kernels.types import InPlaceStore, LookupCall, StoreKeys, TableSpec
 
-__all__ = ["GradientSink", "StoredRows", "run_lookup"]
+__all__ = ["GradientSink", "KeyedRows", "StoredRows", "run_lookup"]
 
 GradientSink = Callable[[LookupCall, "list[list[Tensor | None]]"], None]
 """Receives the call and, per store and segment, the gradient of its bags float32 [bags, D]; None: no gradient."""
@@ -38,11 +38,20 @@ class StoredRows:
 
 
 @dataclass
+class KeyedRows:
+    """Rows that are pooled by the call's keys, where they lie. For lookups without a backward."""
+
+    store: InPlaceStore
+    find: Callable[[], tuple[StoredRows, Tensor]]
+    """Rows and slots (as `StoredRows` wants them), where some key has no row."""
+
+
+@dataclass
 class _Lookup:
     """What one call's forward and backward need."""
 
     call: LookupCall
-    rows: Sequence[Tensor | StoredRows]
+    rows: Sequence[Tensor | StoredRows | KeyedRows]
     slots: Sequence[Tensor]
     on_gradient: GradientSink
     trainable: list[list[bool]]
@@ -53,9 +62,8 @@ class _Lookup:
         outputs = tuple(torch.empty(shape, dtype=torch.float32) for shape in self.call.output_shapes)
         for store, keys in enumerate(self.call.stores):
             rows = self.rows[store]
-            if isinstance(rows, StoredRows):
-                outs = self._segments(store, outputs)
-                rows.store.pool(rows.handles, rows.keys, rows.tables, self.slots[store], keys, outs)
+            if not isinstance(rows, Tensor):
+                _pool_in_place(rows, self.slots[store], keys, self._segments(store, outputs))
             elif keys.segment_modes:
                 pool_forward(
                     rows,
@@ -93,7 +101,7 @@ class _Lookup:
     def _segments(self, store: int, matrices: Sequence[Tensor | None]) -> list[Any]:
         """The parts of `matrices` (outputs, or their gradients) that belong to the store's segments."""
         rows = self.rows[store]
-        keys, dim = self.call.stores[store], rows.store.dim if isinstance(rows, StoredRows) else rows.size(1)
+        keys, dim = self.call.stores[store], rows.size(1) if isinstance(rows, Tensor) else rows.store.dim
         parts: list[Tensor | None] = []
         for segment, (output, column) in enumerate(self.call.views[store]):
             matrix = matrices[output]
@@ -122,9 +130,17 @@ class _Lookup:
         return total
 
 
+def _pool_in_place(rows: StoredRows | KeyedRows, slots: Tensor, keys: StoreKeys, outs: list[Any]) -> None:
+    if isinstance(rows, KeyedRows):
+        if rows.store.pool_keys(keys, outs):
+            return
+        rows, slots = rows.find()
+    rows.store.pool(rows.handles, rows.keys, rows.tables, slots, keys, outs)
+
+
 def run_lookup(
     call: LookupCall,
-    rows_per_store: Sequence[Tensor | StoredRows],
+    rows_per_store: Sequence[Tensor | StoredRows | KeyedRows],
     slots_per_store: Sequence[Tensor],
     on_gradient: GradientSink,
     tables: Sequence[Sequence[TableSpec]] | None = None,

@@ -18,6 +18,7 @@ from .routing import merge_sources
 from .state import BatchState, OwnerKeys, RankState, RowHook, UnionKeys
 
 __all__ = [
+    "check_refused",
     "find",
     "gather_all",
     "gather_fresh",
@@ -38,7 +39,7 @@ def retrieve(rank: RankState, batch: BatchState, micro: int) -> None:
         for binding, owner in zip(rank.bindings, batch.owner):
             wanted = owner.union or owner
             wanted.retrieval = binding.store.retrieve(wanted.keys, wanted.tables, wanted.counts, batch.clock)
-            _check_refused(binding.store, wanted)
+            check_refused(binding.store, wanted)
             _narrow(owner)
         if rank.counting:
             count_retrieval(rank, batch)
@@ -64,7 +65,7 @@ def _narrow(owner: OwnerKeys) -> None:
         owner.retrieval = Retrieval(found.handles[own], status, found.journal)
 
 
-def _check_refused(store: RowStore, owner: OwnerKeys | UnionKeys) -> None:
+def check_refused(store: RowStore, owner: OwnerKeys | UnionKeys) -> None:
     """Nothing is dropped in silence: a key without a row is an error while no rule of its table says what becomes of
     it."""
     assert owner.retrieval is not None

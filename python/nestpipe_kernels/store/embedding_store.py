@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from .counts import counts_of, load_counts
 from .file_tier import FileTier, warn_if_in_memory
 from .given_values import GivenValues
 from .gradients import apply_gradients
+from .journal import Journal
 from .policies import has_policy, rows_in_bytes, score_caller
 from .pooled_rows import PooledRows
 from .row_transfer import RowMetadata, RowTransfer
@@ -34,15 +34,6 @@ MAX_DIM = 1 << 28
 """A row's bytes, state included, stay far from overflow."""
 KEY_BYTES = 12
 """Of the index: a key and its row number."""
-
-
-@dataclass
-class _Journal:
-    """What undo needs beside handles and status."""
-
-    native: Any
-    removals: int
-    """Erasing calls of the store before the retrieval; undo is refused after another."""
 
 
 class EmbeddingStore(RowTransfer, PooledRows):
@@ -183,7 +174,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
             check_counts(counts, size)
         given = self._given_starts(keys, tables)
         handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
-        journal = _Journal(core().RetrievalJournal(), self._removals)
+        journal = Journal(core().RetrievalJournal(), self._removals)
         self._native.retrieve(
             keys.data_ptr(),
             tables.data_ptr(),
@@ -207,7 +198,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
             ValueError: it has been undone before, a newer one has not, rows that it evicted are free (a batch two or
                 more after it has been retrieved), or keys were erased since.
         """
-        journal: _Journal = retrieval.journal
+        journal: Journal = retrieval.journal
         if journal.removals != self._removals:
             raise ValueError("undo: keys were erased since this retrieval, so its rows may belong to other keys now")
         size = retrieval.handles.numel()
