@@ -21,3 +21,6 @@ done
 for shape in default single small; do
   "$nestpipe" bench train_step --shapes $shape --optimizer adam --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
 done
+"$nestpipe" bench lookup_pool --peers --threads 1 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
+"$nestpipe" bench train_step --peers --threads 1 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
+"$nestpipe" bench row_update --peers --threads 1 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
