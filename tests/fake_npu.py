@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 DEVICES = 1
 _LOCAL = threading.local()
@@ -35,8 +34,11 @@ class Stream:
         self._queue: deque[Callable[[], None]] = deque()
         self._entered = 0
         self._left = 0
-        self._lock = threading.RLock()
-        self._enter_lock = threading.Lock()
+        self._runner: int | None = None
+        """The thread that runs the first of the queue."""
+        self._changed = threading.Condition()
+        """Guards the number that has left, and the runner."""
+        self._enter_lock = threading.RLock()  # entering may collect garbage: tensors whose memory is used again
 
     def enter(self, work: Callable[[], None]) -> int:
         """Queue work; its number."""
@@ -46,14 +48,30 @@ class Stream:
             return self._entered
 
     def run_until(self, number: int) -> None:
-        """Run everything up to that number, and whatever it waits for."""
-        while self._left < number:
-            with self._lock:
-                if self._left < number:
-                    with torch.no_grad():
-                        self._queue[0]()
-                    self._queue.popleft()
-                    self._left += 1
+        """Run everything up to that number, and whatever it waits for.
+
+        Who finds that another thread runs this queue waits for the number alone, never for the thread to be through:
+        that one may go on with later work, which waits for a queue that the first one runs.
+        """
+        own = threading.get_ident()
+        while True:
+            with self._changed:
+                if self._runner == own and self._left < number:
+                    raise RuntimeError("a stream waits for its own work")
+                self._changed.wait_for(lambda: self._left >= number or self._runner is None)
+                if self._left >= number:
+                    return
+                self._runner = own
+            spent = None
+            try:
+                with torch.no_grad():
+                    self._queue[0]()
+                spent = self._queue.popleft()
+            finally:
+                with self._changed:
+                    self._runner = None
+                    self._left += spent is not None
+                    self._changed.notify_all()
 
     def synchronize(self) -> None:
         self.run_until(self._entered)
@@ -174,6 +192,15 @@ class NpuTensor(torch.Tensor):
         return _call(func, args, dict(kwargs or {}))
 
 
+def _map(function: Callable[[Any], Any], values: Any) -> Any:
+    """`function` of every leaf of arguments: lists, tuples and dictionaries keep their form."""
+    if isinstance(values, (list, tuple)):
+        return type(values)([_map(function, v) for v in values])
+    if isinstance(values, dict):
+        return {k: _map(function, v) for k, v in values.items()}
+    return function(values)
+
+
 def _data(value: Any) -> Any:
     if isinstance(value, NpuTensor):
         return value.data_
@@ -187,9 +214,45 @@ def _meta(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
+def _key(value: Any) -> Any:
+    """What a result's form may depend on."""
+    if isinstance(value, NpuTensor):
+        return value.data_.shape, value.data_.stride(), value.data_.dtype
+    return value.dtype if isinstance(value, torch.Tensor) else (type(value), value)
+
+
+def _hashable(values: Any) -> Any:
+    if isinstance(values, dict):
+        values = list(values.items())
+    return tuple([_hashable(v) for v in values]) if isinstance(values, (list, tuple)) else values
+
+
+_FORMS: dict[Any, Any] = {}
+"""(operation, its arguments' forms) -> (shape, strides, dtype) of its results; None: they depend on data."""
+
+
+def _forms(func: Any, args: Any, kwargs: Any) -> Any:
+    key = func, _hashable(_map(_key, (args, kwargs)))
+    if key not in _FORMS:
+        found = None
+        with contextlib.suppress(Exception):
+            shaped = func(*_map(_meta, args), **_map(_meta, kwargs))
+            if all(isinstance(v, torch.Tensor) for v in _flat(shaped)):
+                found = _map(lambda m: _Form(m.shape, m.stride(), m.dtype), shaped)
+        _FORMS[key] = found
+    return _FORMS[key]
+
+
+class _Form:
+    """Of a result."""
+
+    def __init__(self, shape: Any, stride: Any, dtype: torch.dtype) -> None:
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    tree_map(lambda v: found.append(v) if isinstance(v, torch.Tensor) else None, values)
+    _map(lambda v: found.append(v) if isinstance(v, torch.Tensor) else None, values)
     return found
 
 
@@ -202,39 +265,37 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = torch.empty_like(source.data_, dtype=kwargs.get("dtype") or source.dtype)
         _copy(result, source, late and _pinned(result))
         return result
-    for tensor in _tensors((args, kwargs)):
+    tensors = _tensors((args, kwargs))
+    for tensor in tensors:
         if not isinstance(tensor, NpuTensor) and tensor.dim():
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found npu:0 and cpu")
     arguments = func._schema.arguments
     written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     views = any(a.alias_info is not None for a in arguments) and not written
-    plain_args, plain_kwargs = tree_map(_data, args), tree_map(_data, kwargs)
+    plain_args, plain_kwargs = _map(_data, args), _map(_data, kwargs)
     if views:
         made = func(*plain_args, **plain_kwargs)
-        owner = next(t for t in _tensors((args, kwargs)) if isinstance(t, NpuTensor)).block
-        return tree_map(lambda v: NpuTensor.make(v, owner) if isinstance(v, torch.Tensor) else v, made)
+        owner = next(t for t in tensors if isinstance(t, NpuTensor)).block
+        return _map(lambda v: NpuTensor.make(v, owner) if isinstance(v, torch.Tensor) else v, made)
     if written:
         targets = [args[k] if k < len(args) else kwargs[arguments[k].name] for k in written]
         current_stream().enter(lambda: func(*plain_args, **plain_kwargs))
         returned = [t for t in targets if t is not None]
         return None if not func._schema.returns else returned[0] if len(returned) == 1 else tuple(returned)
-    try:
-        shaped = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-    except Exception:
-        shaped = None
-    if shaped is None or not all(isinstance(v, torch.Tensor) for v in _flat(shaped)):
+    forms = _forms(func, args, kwargs)
+    if forms is None:
         current_stream().synchronize()  # its result's shape, or value, depends on data
         with torch.no_grad():
             made = func(*plain_args, **plain_kwargs)
-        return tree_map(lambda v: NpuTensor.make(v) if isinstance(v, torch.Tensor) else v, made)
-    results = tree_map(lambda m: _rubbish(m.shape, m.stride(), m.dtype), shaped)
+        return _map(lambda v: NpuTensor.make(v) if isinstance(v, torch.Tensor) else v, made)
+    results = _map(lambda m: _rubbish(m.shape, m.stride, m.dtype), forms)
 
     def work() -> None:
         for result, value in zip(_flat(results), _flat(func(*plain_args, **plain_kwargs))):
             result.copy_(value)
 
     current_stream().enter(work)
-    return tree_map(NpuTensor.make, results)
+    return _map(NpuTensor.make, results)
 
 
 def _flat(values: Any) -> list[Any]:
@@ -297,7 +358,7 @@ def new_stream(device: Any = None, priority: int = 0) -> Stream:
 
 
 def install() -> None:
-    """Register the device in this process. Once."""
+    """Register the device in this process, before its first backward: autograd makes its threads for devices then."""
     if "torch_npu" in sys.modules:
         return
     module = types.ModuleType("torch.npu")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...types import DataType
 from .. import _row_checks as checks
+from .. import on_device
 from ..row_storage import embedding_words
 from . import native, reference
 
@@ -26,6 +27,8 @@ def gather_rows(
 ) -> Tensor:
     """The embedding of rows[index[j]], for each j, widened. Synchronous; the result shares no memory with `rows`.
 
+    Rows on an accelerator: the index is on the host, the work goes to the current stream.
+
     Args:
         rows: float32 [U, F], F >= the words that hold `dim` elements, last dimension contiguous.
         index: int64 [m], repeats allowed.
@@ -41,6 +44,8 @@ def gather_rows(
         TypeError: dtype or device. ValueError: shapes, strides. IndexError: a row out of range.
     """
     checks.check_implementation(OPERATION, implementation)
+    if not rows.is_cpu:
+        return on_device.gather_rows(rows, index, dim, out, data_type)
     checks.check_matrix(OPERATION, "rows", rows)
     checks.check_index(OPERATION, "index", index)
     if dim < 0 or embedding_words(dim, data_type) > rows.shape[1]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import _row_checks as checks
-from . import native, reference
+from . import device, native, reference
 from .arguments import OPERATION, check_matrices, checked_bags, checked_grads
 
 __all__ = ["pool_backward", "pool_forward", "pool_gradient_bound", "pool_weight_grad"]
@@ -26,6 +26,8 @@ def pool_forward(
 ) -> None:
     """Pool the rows of each bag into `outs`, in bag order; every element of `outs` is written. Synchronous.
 
+    Rows on an accelerator: they and `outs` are there, the rest is on the host, and the work goes to the current stream.
+
     Args:
         rows: float32 [U, D], or a view of longer rows (last dimension contiguous).
         slots: int32 or int64 [n], row of each occurrence; -1 is padding: skipped, not counted.
@@ -41,6 +43,11 @@ def pool_forward(
         IndexError: a slot outside [-1, U). Nothing has been written then.
     """
     checks.check_implementation(OPERATION, implementation)
+    if not rows.is_cpu:
+        bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
+        check_matrices("outs", outs, bags, rows.shape[1])
+        device.pool_forward(rows, bags, outs)
+        return
     checks.check_matrix(OPERATION, "rows", rows)
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
     check_matrices("outs", outs, bags, rows.shape[1])
@@ -80,6 +87,11 @@ def pool_backward(
         TypeError, ValueError, IndexError: as `pool_forward`. ValueError: MAX without `rows`.
     """
     checks.check_implementation(OPERATION, implementation)
+    if not accumulator.is_cpu:
+        bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
+        check_matrices("grads", grads, bags, accumulator.shape[1])
+        device.pool_backward(grads, rows, bags, accumulator)
+        return
     checks.check_matrix(OPERATION, "accumulator", accumulator)
     if not accumulator.is_contiguous():
         raise ValueError(f"{OPERATION}: accumulator must be contiguous, got strides {list(accumulator.stride())}")
@@ -150,6 +162,10 @@ def pool_weight_grad(
         TypeError, ValueError, IndexError: as `pool_forward`.
     """
     checks.check_implementation(OPERATION, implementation)
+    if not rows.is_cpu:
+        bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, None)
+        check_matrices("grads", grads, bags, rows.shape[1])
+        return device.pool_weight_grad(grads, rows, bags)
     checks.check_matrix(OPERATION, "rows", rows)
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, None)
     grads = checked_grads(grads, bags, rows.shape[1])

@@ -17,6 +17,7 @@ from .bags import Bags
 
 __all__ = [
     "GRADIENT_BLOCK",
+    "check_bags",
     "lane_sum",
     "occurrence_gradients",
     "pool",
@@ -25,6 +26,7 @@ __all__ = [
     "pool_gradient_bound",
     "pool_weight_grad",
     "row_gradient",
+    "segment_of",
 ]
 
 GRADIENT_BLOCK = 1024
@@ -102,9 +104,9 @@ def lane_sum(values: Tensor) -> Tensor:
 
 def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor]) -> None:
     """As the package's `pool_forward`, arguments as checked there."""
-    _check(bags, rows.shape[0])
+    check_bags(bags, rows.shape[0])
     for segment, out in enumerate(outs):
-        begin, end, offsets = _segment(bags, segment)
+        begin, end, offsets = segment_of(bags, segment)
         slots = bags.slots[begin:end].long()
         weights = None if bags.weights is None else bags.weights[begin:end]
         occurrence_rows = _rows_of(rows, slots)
@@ -114,7 +116,7 @@ def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor]) -> None:
 
 def pool_backward(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bags, accumulator: Tensor) -> None:
     """As the package's `pool_backward`, arguments as checked there."""
-    _check(bags, accumulator.shape[0])
+    check_bags(bags, accumulator.shape[0])
     contributions = occurrence_gradients(grads, rows, bags, accumulator.shape[1])
     slots = bags.slots.long()
     for slot in sorted(set(slots[slots >= 0].tolist())):
@@ -135,7 +137,7 @@ def pool_gradient_bound(grads: Sequence[Tensor | None], bags: Bags) -> float:
 
 def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -> Tensor:
     """As the package's `pool_weight_grad`, arguments as checked there."""
-    _check(bags, rows.shape[0])
+    check_bags(bags, rows.shape[0])
     if MEAN in bags.segment_modes or MAX in bags.segment_modes:
         raise ValueError("lookup_pool: gradients of weights need pooling sum or none")
     slots = bags.slots.long()
@@ -149,7 +151,7 @@ def occurrence_gradients(grads: Sequence[Tensor | None], rows: Tensor | None, ba
     """[n, D]: what each occurrence adds to its row's gradient (exactness rule 3); 0 where grads is None."""
     parts = [torch.empty(0, dim, dtype=torch.float32)]
     for segment, grad in enumerate(grads):
-        begin, end, offsets = _segment(bags, segment)
+        begin, end, offsets = segment_of(bags, segment)
         if grad is None:
             parts.append(torch.zeros(end - begin, dim, dtype=torch.float32))
             continue
@@ -196,14 +198,14 @@ def _rows_of(rows: Tensor, slots: Tensor) -> Tensor:
     return padded[torch.where(slots < 0, rows.shape[0], slots)]
 
 
-def _segment(bags: Bags, segment: int) -> tuple[int, int, Tensor]:
+def segment_of(bags: Bags, segment: int) -> tuple[int, int, Tensor]:
     """First and last occurrence of a segment, and its bags' offsets from the first."""
     first, last = bags.segment_bags[segment], bags.segment_bags[segment + 1]
     offsets = bags.bag_offsets[first : last + 1]
     return int(offsets[0]), int(offsets[-1]), offsets - offsets[0]
 
 
-def _check(bags: Bags, num_rows: int) -> None:
+def check_bags(bags: Bags, num_rows: int) -> None:
     """What the extension checks in `check_bags`, with the same messages."""
     _check_ascending("segment_bags", list(bags.segment_bags), bags.num_bags, "bags")
     _check_ascending("bag_offsets", bags.bag_offsets.tolist(), bags.slots.numel(), "slots")

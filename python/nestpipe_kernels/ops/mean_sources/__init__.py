@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _row_checks as checks
+from .. import on_device
 from . import native, reference
 
 __all__ = ["entries_by_row", "mean_sources"]
@@ -45,6 +46,8 @@ def mean_sources(
     """total[u] = (boxes of row u, each divided by its source's divisor, added to +0.0 in order) / number of sources;
     countable[u] = False where one of them, divided, holds a NaN or a magnitude above `limit`. Synchronous.
 
+    Boxes, total and countable on an accelerator: the rest is on the host, the work goes to the current stream.
+
     Args:
         total: float32 [U, D] contiguous; rows that are not chosen stay as they are.
         countable: bool [U] contiguous, changed in place.
@@ -61,8 +64,9 @@ def mean_sources(
             Nothing has been written then.
     """
     checks.check_implementation("mean_sources", implementation)
-    checks.check_matrix("mean_sources", "total", total)
-    checks.check_matrix("mean_sources", "boxes", boxes)
+    if total.is_cpu:
+        checks.check_matrix("mean_sources", "total", total)
+        checks.check_matrix("mean_sources", "boxes", boxes)
     if not (total.is_contiguous() and boxes.is_contiguous()) or total.shape[1] != boxes.shape[1]:
         raise ValueError(
             "mean_sources: total and boxes must be contiguous and have as many columns, got shapes "
@@ -82,5 +86,8 @@ def mean_sources(
     if rows is not None:
         checks.check_index("mean_sources", "rows", rows)
     divisors = list(divisors) or [1.0] * len(per_source)
+    if not total.is_cpu:
+        on_device.mean_sources(total, countable, boxes, entries, per_source, divisors, rows, limit)
+        return
     chosen = native.mean_sources if implementation == "native" else reference.mean_sources
     chosen(total, countable, boxes, entries, per_source, divisors, rows, limit)

@@ -53,8 +53,9 @@ def pack_embeddings(
         TypeError, ValueError: dtypes, shapes, strides.
     """
     checks.check_implementation(OPERATION, implementation)
-    checks.check_matrix(OPERATION, "values", values)
-    checks.check_matrix(OPERATION, "rows", rows)
+    if rows.is_cpu:
+        checks.check_matrix(OPERATION, "values", values)
+        checks.check_matrix(OPERATION, "rows", rows)
     size, dim = values.shape
     if rows.shape[0] != size or rows.shape[1] < embedding_words(dim, data_type):
         raise ValueError(
@@ -63,5 +64,5 @@ def pack_embeddings(
         )
     if rounding is not None:
         rounding.check(OPERATION, size)
-    chosen = native.pack_embeddings if implementation == "native" else reference.pack_embeddings
+    chosen = native.pack_embeddings if implementation == "native" and rows.is_cpu else reference.pack_embeddings
     chosen(values.detach(), rows, data_type, rounding, step)

@@ -79,7 +79,7 @@ def put_elements(rows: Tensor, elements: Tensor) -> None:
     halves = elements.element_size() == 2
     integers = elements.contiguous().view(torch.int16 if halves else torch.int32)
     if halves:
-        padded = torch.zeros(size, dim + dim % 2, dtype=torch.int16)
+        padded = torch.zeros(size, dim + dim % 2, dtype=torch.int16, device=elements.device)
         padded[:, :dim] = integers
         integers = padded.view(torch.int32)
     rows.view(torch.int32)[:, : integers.shape[1]] = integers

@@ -95,7 +95,8 @@ def pack_embeddings(values: Tensor, rows: Tensor, data_type: DataType, rounding:
     if rounding is None or rounding.keys is None:
         put_elements(rows, round_to_nearest(values, data_type))
     else:
-        put_elements(rows, round_stochastically(values, data_type, random_words(rounding, step, values.shape[1])))
+        words = random_words(rounding, step, values.shape[1])
+        put_elements(rows, round_stochastically(values.cpu(), data_type, words).to(values.device))
 
 
 def _round_up_at_random(bits: Words, dropped: Words, words: Words) -> Words:

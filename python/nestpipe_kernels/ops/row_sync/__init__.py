@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _row_checks as checks
+from .. import on_device
 from . import native, reference
 
 __all__ = ["row_sync"]
@@ -29,6 +30,9 @@ def row_sync(
             Nothing has been written then.
     """
     checks.check_implementation(OPERATION, implementation)
+    if not target.is_cpu:
+        on_device.row_sync(source, target, source_index, target_index)
+        return
     for name, matrix in (("source", source), ("target", target)):
         checks.check_matrix(OPERATION, name, matrix)
         if not matrix.is_contiguous():

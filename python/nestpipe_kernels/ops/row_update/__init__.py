@@ -26,6 +26,9 @@ def row_update(
 ) -> None:
     """Update rows in place; the count `updates` of each updated row grows by 1. Synchronous.
 
+    Rows and gradients on an accelerator: the reference's operations go to the current stream. `mask` may be there
+    or on the host, `lr` is on the host.
+
     The optimizer is lazy: a row that is masked out keeps its embedding and its state. Nothing is remembered between
     calls: bias correction follows from `step` (or from the row's own count) alone. Arithmetic is float32; embeddings
     of another storage type are widened before and rounded once after it.
@@ -46,8 +49,12 @@ def row_update(
             optimizer without a rule. IndexError: a table of `storage` that is none.
     """
     checks.check_implementation(OPERATION, implementation)
-    checks.check_matrix(OPERATION, "rows", rows)
-    checks.check_matrix(OPERATION, "grads", grads)
+    on_device = not rows.is_cpu
+    if on_device and grads.device != rows.device:
+        raise TypeError(f"{OPERATION}: grads must be on {rows.device}, as rows are, got {checks.describe(grads)}")
+    if not on_device:
+        checks.check_matrix(OPERATION, "rows", rows)
+        checks.check_matrix(OPERATION, "grads", grads)
     num_rows, dim = grads.shape
     check_rule(optimizer)
     if rows.shape[0] != num_rows:
@@ -65,6 +72,11 @@ def row_update(
         )
     check_step(step)
     lr = checked_lr(lr, num_rows)
+    if on_device:
+        lr = lr.to(rows.device) if isinstance(lr, Tensor) else lr
+        mask = None if mask is None else mask.to(rows.device)
+        reference.row_update(rows, grads.detach(), optimizer, step, lr, mask, storage)
+        return
     mask = checked_mask(mask, num_rows)
     chosen = native.row_update if implementation == "native" else reference.row_update
     chosen(rows, grads.detach(), optimizer, step, lr, mask, storage)

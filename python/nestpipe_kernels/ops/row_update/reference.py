@@ -50,7 +50,7 @@ def row_update(
     header = words + optimizer.state_floats(dim)
     updates = rows[:, header].contiguous().view(torch.int32)
     updates = torch.where(updates < MAX_UPDATES, updates + 1, updates)
-    row_lr = lr if isinstance(lr, Tensor) else torch.full((num_rows,), lr, dtype=torch.float32)
+    row_lr = lr if isinstance(lr, Tensor) else torch.full((num_rows,), lr, dtype=torch.float32, device=rows.device)
     start = unpack_embeddings(rows, dim, storage.data_type)
     embedding, state = apply_rule(start, rows[:, words:header], grads, optimizer, step, row_lr, updates)
     updated = rows.clone()
@@ -94,9 +94,9 @@ class _Call:
 
     def bias(self) -> tuple[Tensor, Tensor, Tensor]:
         """c1, c2, c as [1, 1], or [U, 1] where rows count for themselves."""
-        counts = self.updates.tolist() if self.hyper["bias_correction_by_row"] else [self.step]
+        counts = self.updates.cpu().tolist() if self.hyper["bias_correction_by_row"] else [self.step]
         factors = [bias_factors(self.hyper["beta1"], self.hyper["beta2"], count) for count in counts]
-        columns = torch.tensor(factors, dtype=torch.float64).view(-1, 3).to(self.lr.dtype)
+        columns = torch.tensor(factors, dtype=torch.float64).view(-1, 3).to(self.lr.dtype).to(self.lr.device)
         return columns[:, 0:1], columns[:, 1:2], columns[:, 2:3]
 
 

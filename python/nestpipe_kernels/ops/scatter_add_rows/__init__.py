@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _row_checks as checks
+from .. import on_device
 from . import native, reference
 
 __all__ = ["scatter_add_rows", "scatter_rows", "zero_rows"]
@@ -23,6 +24,9 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor, *, implementatio
         TypeError: dtype or device. ValueError: shapes, strides, repeated rows. IndexError: a row out of range.
             Nothing has been written then.
     """
+    if not target.is_cpu:
+        on_device.scatter_rows(target, index, source)
+        return
     _check("scatter_rows", target, index, source, implementation)
     chosen = native.scatter_rows if implementation == "native" else reference.scatter_rows
     chosen(target, index, source)
@@ -30,6 +34,9 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor, *, implementatio
 
 def scatter_add_rows(target: Tensor, index: Tensor, source: Tensor, *, implementation: str = "native") -> None:
     """target[index[j]] += source[j], one addition per element, synchronously. Arguments and errors: `scatter_rows`."""
+    if not target.is_cpu:
+        on_device.scatter_add_rows(target, index, source)
+        return
     _check("scatter_add_rows", target, index, source, implementation)
     chosen = native.scatter_add_rows if implementation == "native" else reference.scatter_add_rows
     chosen(target, index, source)
@@ -37,6 +44,9 @@ def scatter_add_rows(target: Tensor, index: Tensor, source: Tensor, *, implement
 
 def zero_rows(target: Tensor, index: Tensor, *, implementation: str = "native") -> None:
     """target[index[j]] = +0.0, synchronously. Arguments and errors: `scatter_rows`."""
+    if not target.is_cpu:
+        on_device.zero_rows(target, index)
+        return
     _check("zero_rows", target, index, None, implementation)
     chosen = native.zero_rows if implementation == "native" else reference.zero_rows
     chosen(target, index)

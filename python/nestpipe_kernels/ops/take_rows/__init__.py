@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _row_checks as checks
+from .. import on_device
 from . import native, reference
 
 __all__ = ["take_rows"]
@@ -13,6 +14,8 @@ __all__ = ["take_rows"]
 def take_rows(matrix: Tensor, index: Tensor, *, implementation: str = "native") -> tuple[Tensor, Tensor]:
     """(rows float32 [m, D], peaks float32 [m]): matrix[index] and the largest magnitude in each row, NaN where it holds
     one; then matrix[index] = +0.0. One pass, synchronous.
+
+    A matrix on an accelerator: the index is on the host, the work goes to the current stream.
 
     Args:
         matrix: float32 [U, D], last dimension contiguous, D >= 1; changed in place.
@@ -24,6 +27,8 @@ def take_rows(matrix: Tensor, index: Tensor, *, implementation: str = "native") 
             Nothing has been written then.
     """
     checks.check_implementation("take_rows", implementation)
+    if not matrix.is_cpu:
+        return on_device.take_rows(matrix, index)
     checks.check_matrix("take_rows", "matrix", matrix)
     checks.check_index("take_rows", "index", index)
     return native.take_rows(matrix, index) if implementation == "native" else reference.take_rows(matrix, index)

@@ -33,10 +33,11 @@ def encode_rows(rows: Tensor, wire: str, *, implementation: str = "native") -> T
         TypeError, ValueError: dtype, shape, strides; an unknown format.
     """
     _check(wire, implementation)
-    checks.check_matrix(OPERATION, "rows", rows)
+    if rows.is_cpu:
+        checks.check_matrix(OPERATION, "rows", rows)
     if wire == "fp32":
         return rows
-    chosen = native.encode_rows if implementation == "native" else reference.encode_rows
+    chosen = native.encode_rows if implementation == "native" and rows.is_cpu else reference.encode_rows
     return chosen(rows.detach(), wire)
 
 
@@ -47,7 +48,8 @@ def decode_rows(message: Tensor, dim: int, wire: str, *, implementation: str = "
         TypeError, ValueError: dtype, shape, strides; an unknown format.
     """
     _check(wire, implementation)
-    checks.check_matrix(OPERATION, "message", message, wire_dtype(wire))
+    if message.is_cpu:
+        checks.check_matrix(OPERATION, "message", message, wire_dtype(wire))
     if message.shape[1] != wire_width(dim, wire):
         raise ValueError(
             f"{OPERATION}: {wire} rows of {dim} elements take {wire_width(dim, wire)} message elements each, got "
@@ -57,7 +59,7 @@ def decode_rows(message: Tensor, dim: int, wire: str, *, implementation: str = "
         return message
     if not message.is_contiguous():
         raise ValueError(f"{OPERATION}: message must be contiguous, got strides {list(message.stride())}")
-    chosen = native.decode_rows if implementation == "native" else reference.decode_rows
+    chosen = native.decode_rows if implementation == "native" and message.is_cpu else reference.decode_rows
     return chosen(message, dim, wire)
 
 

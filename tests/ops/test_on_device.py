@@ -1,0 +1,42 @@
+"""Operations on rows that lie on an accelerator: the bits of the CPU, errors. On the stand-in for an NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import on_device_cases as cases
+import pytest
+
+from gloo_world import GlooWorld
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[GlooWorld]:
+    made = GlooWorld(1)
+    yield made
+    made.close()
+
+
+def run(world: GlooWorld, function, *arguments):
+    (result,) = world.run(function, *arguments)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+@pytest.mark.parametrize("group", cases.GROUPS)
+def test_rows_on_a_device_have_the_bits_of_the_cpu(world, group):
+    assert run(world, cases.differences, group) == []
+
+
+def test_what_is_elsewhere_or_out_of_range_is_refused(world):
+    placed, ranged, apart, grads = run(world, cases.errors)
+    assert placed == "TypeError: gather_rows: index must be an int64 CPU tensor, got int64 on npu (shape [2])"
+    assert ranged == "IndexError: gather_rows: index must lie in [0, 4), got 4 at position 1"
+    assert apart == (
+        "TypeError: scatter_rows: all rows must be on one device, got float32 on npu (shape [4, 8]) and float32 on cpu "
+        "(shape [2, 8])"
+    )
+    assert grads == "TypeError: row_update: grads must be on npu:0, as rows are, got float32 on cpu (shape [4, 2])"
