@@ -7,6 +7,7 @@ from nestpipe_kernels.comm.communicator import (
     communicator_for,
     exchange_same,
 )
+from nestpipe_kernels.comm.device_group import DeviceCommunicator
 from nestpipe_kernels.comm.gloo import GlooCommunicator
 from nestpipe_kernels.comm.memory import InMemoryWorld
 from nestpipe_kernels.comm.topology import SparseGroups, Topology
@@ -14,6 +15,7 @@ from nestpipe_kernels.comm.topology import SparseGroups, Topology
 __all__ = [
     "PURPOSES",
     "Communicator",
+    "DeviceCommunicator",
     "GlooCommunicator",
     "InMemoryWorld",
     "LocalCommunicator",

@@ -18,6 +18,7 @@ import re
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class GlooCommunicator:
         self.board: Board | None = None
         """Where peers of this machine see what this rank is doing."""
         self._groups: dict[str, GlooGroup] = {}
+        self._carriers: dict[str, Any] = {}
         self._parts: dict[tuple[str, tuple[tuple[int, ...], ...]], Communicator] = {}
         limit = timedelta(seconds=timeout_s)
         # Outside the default group only the members take part in making groups, which then get names from their ranks.
@@ -122,6 +124,28 @@ class GlooCommunicator:
             self._parts[key] = make_part(self, parent, *key)
         return self._parts[key]
 
+    def make_group(self, backend: str) -> Any:
+        """A process group of another torch.distributed backend over the same ranks; collective the first time.
+
+        Raises:
+            CommunicationError: it could not be made.
+        """
+        if backend not in self._carriers:
+            parent = self._parent()
+            if parent is None:
+                raise CommunicationError("comm: the process group of this communicator is gone")
+            ranks = dist.get_process_group_ranks(parent)
+            limit = timedelta(seconds=self.timeout_s)
+            local = parent is not dist.group.WORLD
+            try:
+                made = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=local)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"comm: {self.name} could not set up a group over {backend}: {first_line(error)}"
+                ) from error
+            self._carriers[backend] = made
+        return self._carriers[backend]
+
     def close(self) -> None:
         """Destroy this rank's groups: peers that wait for it get CommunicationError. Idempotent; not collective."""
         if self.closed:
@@ -131,6 +155,9 @@ class GlooCommunicator:
             part.close()
         for group in self._groups.values():
             group.destroy()
+        for carrier in self._carriers.values():
+            with suppress(ValueError, AssertionError, RuntimeError):  # torch.distributed has been shut down
+                dist.destroy_process_group(carrier)
 
     def describe_cause(self, purpose: int, number: int, silent: Sequence[int]) -> str:
         """Which rank is the cause of a failed exchange, as the end of a message; best effort.
