@@ -93,6 +93,8 @@ class PipelineConfig:
         lower_caller_priority: on Linux, the thread that calls `progress()` gets a lower priority (niceness + 5) than
             the lanes and the network's threads, so that a model which keeps all cores busy does not keep exchanges
             waiting. It stays so until `close()`, and after it where the system does not permit a thread to go back.
+        device: where the dense model and the rows of a batch are: "cpu", "npu" or "npu:<number>" (docs/npu.md). None:
+            where the dense parameters are.
     """
 
     schedule: str = "nested"
@@ -113,6 +115,7 @@ class PipelineConfig:
     timeline_steps: int = 50
     threads: int | None = None
     lower_caller_priority: bool = False
+    device: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
@@ -143,6 +146,8 @@ class PipelineConfig:
             raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s!r}")
         if self.fetch is not None and not callable(self.fetch):
             raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
+        if self.device is not None and not isinstance(self.device, str):
+            raise TypeError(f"device must be a string ('cpu', 'npu', 'npu:1') or None, got {self.device!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
 

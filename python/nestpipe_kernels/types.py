@@ -422,6 +422,8 @@ class EmbeddingModule(Protocol):
 
     lookup_context: LookupContext | None
     """Set by a pipeline (or a probe) while it runs the model; forward asks it first."""
+    output_device: torch.device
+    """Where the module's outputs are. Set by a pipeline on an accelerator."""
     before_outside_access: Callable[[], None] | None
     """Set by a pipeline: called before anything outside of it reads or writes the module's rows."""
 

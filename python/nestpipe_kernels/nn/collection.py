@@ -84,6 +84,8 @@ class Collection(nn.Module):
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"{owner}: seed must be an integer, got {seed!r}")
         self._device = torch.device("cpu" if device is None else device)
+        self.output_device = self._device
+        """Where outputs are: a pipeline on an accelerator sets it while it is open."""
         if self._device.type != "cpu":
             raise ValueError(f"{owner}: device {self._device} is not supported; use device='cpu' or leave it out")
         self._configs = list(tables)
@@ -211,7 +213,10 @@ class Collection(nn.Module):
         call = self.plan_call(features)
         # Clones, because a model may change its lookups in place, which autograd refuses for leaves.
         return call.finish(
-            [torch.zeros(shape, dtype=torch.float32, requires_grad=True).clone() for shape in call.output_shapes]
+            [
+                torch.zeros(shape, dtype=torch.float32, device=self.output_device, requires_grad=True).clone()
+                for shape in call.output_shapes
+            ]
         )
 
     def _read(self, features: Any) -> CallInput:

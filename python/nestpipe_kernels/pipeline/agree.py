@@ -47,6 +47,7 @@ def agree(rank: RankState, config: PipelineConfig) -> int:
     facts = {
         "schedule": config.schedule,
         "num_micro_batches": config.num_micro_batches,
+        "device": rank.backend.kind,
         "row_transfer": config.row_transfer,
         "early_send": config.early_send,
         "owner_pooling": [b.pooled for b in rank.bindings] + [rank.owner_pooling_auto],
@@ -85,6 +86,7 @@ def share_dense(rank: RankState, model: torch.nn.Module) -> None:
         data = target.contiguous().view(-1)
         mine = [len(data)] * world if rank.communicator.rank == 0 else [0] * world
         theirs = [len(data)] + [0] * (world - 1)
+        data = data.cpu()
         send = data.repeat(world) if rank.communicator.rank == 0 else data[:0]
         received = group.all_to_all(_bytes(send), _scaled(mine, data), _scaled(theirs, data), f"share/{name}").wait()
         if rank.communicator.rank:

@@ -67,6 +67,7 @@ class DrawnBatches:
             self._repeat = False
             retrieve(self._rank, batch, 0)
             gather_all(self._rank, batch, 0)
+            self._rank.backend.synchronize()  # lanes read the buffer, and know nothing of this thread's stream
             batch.resend = True
         elif self._retrieved != batch.index:
             if not self._prefetch:

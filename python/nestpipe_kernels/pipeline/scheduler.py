@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..device import Event, Item, ThreadLane, create_lane
@@ -32,13 +32,20 @@ from ..stages.state import BatchState, RankState
 from ..trace import COMPUTE_LANE, Timeline
 from .graph import Graph, Node, Stage, Unrolled
 
-__all__ = ["LaneScheduler", "check_lanes"]
+__all__ = ["LaneScheduler", "check_lanes", "on_one_lane"]
 
 _ROUTING = ("prefetch", "fetch", "copy", "route", "route_keys", "replicate_keys", "warm")
 _RETRIEVAL = ("retrieve", "gather", "tell_kinds", "send_fresh", "send_soon", "send_urgent", "sync")
 _AWAITED = "route_keys"
 """The background stage that the caller waits for before it draws: then all ranks know whether there is a batch."""
 _HORIZON = 3
+
+
+def on_one_lane(graph: Graph) -> Graph:
+    """The graph for a device with collectives of its own: all that they carry is posted by the exchange lane, in plan
+    order, as every rank must post them in one order."""
+    stages = [replace(s, lane="exchange") if any(p.startswith("dense.") for p in s.posts) else s for s in graph.stages]
+    return replace(graph, stages=type(graph.stages)(stages))
 
 
 def check_lanes(graph: Graph, micro_batches: int) -> None:
@@ -89,7 +96,6 @@ class LaneScheduler:
         micro_batches: N.
         timeline: where spans go.
         timeout_s: limit of every wait on the caller's thread; exchanges have their own.
-        device: "cpu".
     """
 
     def __init__(
@@ -99,15 +105,15 @@ class LaneScheduler:
         micro_batches: int,
         timeline: Timeline,
         timeout_s: float,
-        device: str = "cpu",
     ) -> None:
-        self.graph = graph
+        self._new_event = rank.backend.event if rank.backend.has_streams else Event
+        self.graph = graph = on_one_lane(graph) if rank.backend.has_streams else graph
         self.rank = rank
         self.timeline = timeline
         self.timeout_s = timeout_s
         self.set_micro_batches(micro_batches)
         names = sorted({s.lane for s in graph.stages} - {"caller"})
-        self.lanes = {name: create_lane(device, name, timeline) for name in names}
+        self.lanes = {name: create_lane(rank.backend, name, timeline) for name in names}
         # A scheduler that is dropped without close() must not leave its threads behind.
         dropped = weakref.finalize(self, _abandon_lanes, list(self.lanes.values()))
         dropped.atexit = False  # type: ignore[misc]
@@ -145,7 +151,7 @@ class LaneScheduler:
         """The events of a batch's nodes; None where it lies before the last reset (everything there has run)."""
         events = self._events.get(batch)
         if events is None and batch >= self._floor:
-            events = [Event((stage, batch, micro)) for stage, micro in self._plan]
+            events = [self._new_event((stage, batch, micro)) for stage, micro in self._plan]
             self._events[batch] = events
         return events
 

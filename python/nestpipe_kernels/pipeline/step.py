@@ -47,7 +47,7 @@ def make_step(batch: BatchState) -> Step:
         step.skipped_rows, step.dense_skipped = batch.verdict.skipped_rows, not batch.verdict.dense_ok
         step.skipped = batch.verdict.non_finite
     if batch.losses:
-        loss = torch.zeros((), dtype=batch.losses[0][1].dtype)
+        loss = torch.zeros((), dtype=batch.losses[0][1].dtype, device=batch.losses[0][1].device)
         for coefficient, value in batch.losses:
             loss = loss + value * coefficient
         step.loss = loss / batch.loss_divisor

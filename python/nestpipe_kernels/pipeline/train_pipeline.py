@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
 from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
-from ..comm import Communicator, SparseGroups, Topology, exchange_same
+from ..capture.to_device import to_device
+from ..comm import Communicator, DeviceCommunicator, SparseGroups, Topology, exchange_same
 from ..config import PipelineConfig, default_threads, launched_ranks
-from ..device import LoweredThreads
+from ..device import CPU, LoweredThreads
 from ..errors import CheckpointError, CommunicationError, NestPipeError, NonFiniteGradientError, RemoteRankError
 from ..stages.eager import eager_context
 from ..stages.owner_pool import select_features
+from ..stages.pool import TensorPool
 from ..stages.retrieval import undo_retrieval
 from ..stages.state import BatchState, Failure, RankState, RowHook, bind_stores
 from ..trace import Timeline
@@ -29,6 +31,7 @@ from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
 from .counters import StepCallback, StepReports
 from .dense import check_optimizer, dense_parameters, exchanged_at_once
+from .devices import check_device_settings, pipeline_backend
 from .drawn import DrawnBatches
 from .evaluation import Evaluation
 from .graph import Graph
@@ -98,12 +101,17 @@ class NestedPipeline:
                 raise ValueError(
                     f"NestedPipeline: module {name!r} belongs to another open pipeline; close that one first"
                 )
+        dense = dense_parameters(model, dense_optimizer)
+        backend = pipeline_backend(config.device, dense)
         communicator = _shared_communicator(modules).with_timeout(config.timeout_s)
         _warn_if_alone(communicator)
-        bindings = bind_stores(modules)
+        if backend.has_streams:
+            check_device_settings(backend, modules, bool(config.owner_pooling))
+            communicator = DeviceCommunicator(communicator, backend)
+        device = backend.device if backend.has_streams else None
+        bindings = bind_stores(modules, device)
         tiers = any(binding.store.tier is not None for binding in bindings)
         topology = Topology(communicator, _shared_groups(modules))
-        dense = dense_parameters(model, dense_optimizer)
         graph = _valid_graph(
             config.schedule,
             config.row_transfer,
@@ -123,6 +131,8 @@ class NestedPipeline:
             modules,
             bindings,
             default_slice_owner(topology.num_shards),
+            pool=TensorPool(device=device),
+            backend=backend,
             num_micro_batches=PROBES[0] if config.num_micro_batches == "auto" else config.num_micro_batches,
             track_use=config.row_transfer == "per_micro_batch",
             owner_pooling_auto=config.owner_pooling == "auto",
@@ -133,7 +143,7 @@ class NestedPipeline:
             patience_s=_PATIENCE_S,
             nan_policy=config.nan_policy,
             model=model,
-            call_model=lambda m, batch: call_model(m, loss_fn, batch),
+            call_model=self._call_model,
             loss_weighting=config.loss_weighting,
             dense_optimizer=dense_optimizer,
             dense_parameters=dense,
@@ -172,6 +182,8 @@ class NestedPipeline:
         """Checkpoints loaded so far."""
         contexts = [eager_context(module) for module in modules.values()]
         self.rank.step_count = max(context.step_count for context in contexts)
+        for module in modules.values():
+            module.output_device = backend.device
         for context, module in zip(contexts, modules.values()):
             context.step_count = 0  # this pipeline counts; it hands the count back when it closes
             module.before_outside_access = self._before_outside_access
@@ -287,6 +299,7 @@ class NestedPipeline:
             self._lowered.restore()
             for module in self.rank.modules.values():
                 module.before_outside_access = None
+                module.output_device = CPU.device
                 context = eager_context(module)
                 context.step_count = max(context.step_count, self.rank.step_count)
 
@@ -402,6 +415,7 @@ class NestedPipeline:
     def _evaluate(self, iterator: Iterator[Any]) -> Step:
         self._pause()
         batch = self._evaluation.run(iterator, self._trained)
+        self.rank.backend.synchronize()  # lanes use the buffers again, and know nothing of this thread's stream
         failure = batch.failure or batch.remote
         if failure is not None:
             raise self._as_error(failure, batch)
@@ -558,6 +572,11 @@ class NestedPipeline:
 
     # ------------------------------------------------------------------------------------------ capture
 
+    def _call_model(self, model: torch.nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        if self.rank.backend.has_streams:
+            batch = to_device(batch, self.rank.backend.device)
+        return call_model(model, self._loss_fn, batch)
+
     def _capture(self, batch: Any) -> SparseInputs:
         if self.config.sparse_inputs is not None:
             return from_function(self.config.sparse_inputs, cast("dict[str, torch.nn.Module]", self.rank.modules))
@@ -565,7 +584,7 @@ class NestedPipeline:
             self.model,
             cast("dict[str, torch.nn.Module]", self.rank.modules),
             batch,
-            lambda model, b: call_model(model, self._loss_fn, b),
+            self._call_model,
             self.config.split_batch,
         )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm import exchange_same
 from ..ops.mean_sources import entries_by_row, mean_sources
+from ..ops.on_device import place
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
 from .finite import bad_bounds, judge_own, largest_good
@@ -62,7 +63,7 @@ def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Te
     assert owner.boxes is not None
     if owner.row_gradients is None:
         owner.row_gradients = rank.pool.empty((len(owner.keys), owner.boxes.shape[1]))
-        owner.countable = torch.ones(len(owner.keys), dtype=torch.bool)
+        owner.countable = torch.ones(len(owner.keys), dtype=torch.bool, device=owner.boxes.device)
     assert owner.countable is not None
     if owner.by_row is None:
         owner.by_row = entries_by_row(owner.slot, len(owner.keys))
@@ -97,7 +98,7 @@ def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's dense gradients in slices, slice r to rank r."""
     _, length, dtype = _flat_layout(rank)
     world = rank.communicator.size
-    flat = torch.zeros(length * world, dtype=dtype)
+    flat = torch.zeros(length * world, dtype=dtype, device=rank.backend.device)
     _take_dense(rank, batch, flat)
     handle = rank.communicator.group("dense").all_to_all(
         flat, [length] * world, [length] * world, f"{batch.tag}/dense_slices"
@@ -108,7 +109,7 @@ def dense_scatter(rank: RankState, batch: BatchState, micro: int) -> None:
 def dense_send(rank: RankState, batch: BatchState, micro: int) -> None:
     """This rank's dense gradients to every rank."""
     count, _, dtype = _flat_layout(rank)
-    flat = torch.zeros(count, dtype=dtype)
+    flat = torch.zeros(count, dtype=dtype, device=rank.backend.device)
     _take_dense(rank, batch, flat)
     handle = exchange_same(rank.communicator.group("dense"), flat, f"{batch.tag}/dense_whole")
     batch.post("dense.whole", 0, handle)
@@ -169,7 +170,8 @@ def _mean(batch: BatchState, parts: Tensor) -> Tensor:
     for part in parts:
         total += part
     total /= len(parts)
-    batch.dense_finite = bool(torch.isfinite(total).all())
+    finite = torch.isfinite(total).all()
+    batch.dense_finite = bool(finite) if total.is_cpu else finite
     return total
 
 
@@ -183,7 +185,7 @@ def post_flags(rank: RankState, batch: BatchState, micro: int) -> None:
         batch.has_batch,
         batch.failure,
         bad,
-        not batch.dense_finite,
+        not bool(batch.dense_finite),
         names,
     )
     group = rank.communicator.group("control")
@@ -218,7 +220,7 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
         batch.verdict = Verdict(False, failure=failure)
         return
     bad_rows = sum(flags.sparse_bad for flags in peers)
-    dense_bad = not batch.dense_finite or any(flags.dense_bad for flags in peers)
+    dense_bad = not bool(batch.dense_finite) or any(flags.dense_bad for flags in peers)
     names = "; ".join(flags.text for flags in peers if flags.text)
     what = [f"{bad_rows} row gradients ({names})"] * bool(bad_rows) + ["dense gradients"] * dense_bad
     skipped = " and ".join(what)
@@ -236,10 +238,11 @@ def dense_step(rank: RankState, batch: BatchState, micro: int) -> None:
     if not batch.verdict.ok:
         return
     at, mark = 0, sum(p.numel() for _, p in rank.dense_parameters)
+    present = message[mark : mark + len(rank.dense_parameters)].cpu() != 0
     for k, (_, parameter) in enumerate(rank.dense_parameters):
         part = message[at : at + parameter.numel()].view(parameter.shape)
         at += parameter.numel()
-        parameter.grad = part.to(parameter.dtype, copy=True) if bool(message[mark + k] != 0) else None
+        parameter.grad = part.to(parameter.dtype, copy=True) if bool(present[k]) else None
     if batch.verdict.dense_ok and rank.dense_optimizer is not None:
         rank.dense_optimizer.step()
 
@@ -261,13 +264,13 @@ def update_rows(rank: RankState, batch: BatchState, chosen: Sequence[Tensor] | N
         assert owner.retrieval is not None
         if owner.movable is None:
             owner.movable = binding.trainable[owner.tables.to(torch.int64)] & (owner.retrieval.handles >= 0)
-        mask = owner.countable & owner.movable
+        mask = owner.countable & place(owner.movable, owner.countable)
         if chosen is not None:
-            mask &= chosen[k]
-            if not bool(mask.any()):
+            mask &= place(chosen[k], mask)
+            if mask.is_cpu and not bool(mask.any()):
                 continue
         rate: float | Tensor = float(rates[0]) if len(rates) == 1 else rates[owner.tables.to(torch.int64)]
         row_update(
             owner.buffer, owner.row_gradients, binding.store.optimizer, batch.step, rate,
-            None if bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
+            None if mask.is_cpu and bool(mask.all()) else mask, storage_of(binding.store, owner.keys, owner.tables),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.on_device import place
 from ..ops.wire_rows import decode_rows, encode_rows
 from .state import BatchState, RankState, StorePlan
 
@@ -41,7 +42,8 @@ def as_read(parts: Tensor, peaks: Tensor, wire: str) -> tuple[Tensor, Tensor]:
 
 def note_gradients(plan: StorePlan, positions: Tensor, peaks: Tensor) -> None:
     """Remember the largest magnitudes of gradients that are complete, as the owner will read them."""
-    _peaks(plan)[positions] = peaks
+    known = _peaks(plan)
+    known[place(positions, known)] = peaks
 
 
 def bad_bounds(bounds: Tensor, divisor: float, world_size: int) -> Tensor:
@@ -61,7 +63,9 @@ def _bound(plan: StorePlan) -> Tensor:
 def _peaks(plan: StorePlan) -> Tensor:
     """What has not been looked at is bad."""
     if plan.peaks is None:
-        plan.peaks = torch.full((len(plan.source.lists.keys),), float("nan"), dtype=torch.float32)
+        plan.peaks = torch.full(
+            (len(plan.source.lists.keys),), float("nan"), dtype=torch.float32, device=plan.gradients.device
+        )
     return plan.peaks
 
 
@@ -72,7 +76,7 @@ def judge_own(rank: RankState, batch: BatchState) -> tuple[int, str]:
         return 0, ""
     divisor = torch.tensor(abs(batch.loss_divisor), dtype=torch.float32)  # as it travels
     for binding, plan in zip(rank.bindings, batch.plans):
-        peaks = _peaks(plan) if not plan.parts else _bound(plan)
+        peaks = _peaks(plan).cpu() if not plan.parts else _bound(plan)
         rows = torch.nonzero(~(peaks / divisor.to(peaks.dtype) <= largest_good(rank.communicator.size))).squeeze(1)
         bad += len(rows)
         for row in rows[:_NAMED_KEYS].tolist():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
+from nestpipe_kernels.ops.on_device import place
 from nestpipe_kernels.types import InPlaceStore, LookupCall, StoreKeys, TableSpec
 
 __all__ = ["GradientSink", "KeyedRows", "StoredRows", "run_lookup"]
@@ -59,7 +60,8 @@ class _Lookup:
 
     def forward(self) -> tuple[Tensor, ...]:
         """The outputs, freshly allocated."""
-        outputs = tuple(torch.empty(shape, dtype=torch.float32) for shape in self.call.output_shapes)
+        device = next((rows.device for rows in self.rows if isinstance(rows, Tensor)), None)
+        outputs = tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in self.call.output_shapes)
         for store, keys in enumerate(self.call.stores):
             rows = self.rows[store]
             if not isinstance(rows, Tensor):
@@ -76,7 +78,7 @@ class _Lookup:
                 )
                 for out, divisors in zip(self._segments(store, outputs), _divisors(keys)):
                     if divisors is not None:
-                        out /= divisors
+                        out /= place(divisors, out)
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None], weights_need: bool) -> Tensor | None:
@@ -85,8 +87,9 @@ class _Lookup:
         per_store = [self._segments(store, by_row) for store in range(len(self.call.stores))]
         for keys, segments in zip(self.call.stores, per_store, strict=True):
             for segment, divisors in enumerate(_divisors(keys)):
-                if divisors is not None and segments[segment] is not None:
-                    segments[segment] = segments[segment] / divisors
+                grad = segments[segment]
+                if divisors is not None and grad is not None:
+                    segments[segment] = grad / place(divisors, grad)
         weight_grad = self._weight_grad(per_store) if weights_need else None
         if any(any(flags) for flags in self.trainable):
             self.on_gradient(
@@ -126,7 +129,7 @@ class _Lookup:
                     keys.segment_bags,
                     keys.segment_modes,
                 )
-                total.index_add_(0, positions, grad)
+                total.index_add_(0, positions, grad.to(total.device))
         return total
 
 

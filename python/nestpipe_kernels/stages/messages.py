@@ -112,6 +112,13 @@ def message_counts(
     return [extra + sum(n[p] * width for n, width in zip(per_peer, widths)) for p in range(world_size)]
 
 
+def _leads(pieces: Sequence[Tensor]) -> list[float]:
+    if pieces[0].is_cpu:
+        return [float(piece.clone().view(torch.float32)) for piece in pieces]
+    numbers: list[float] = torch.cat(list(pieces)).cpu().view(torch.float32).tolist()
+    return numbers
+
+
 def _lead_width(wire: str) -> int:
     """A leading number travels as float32, whatever the rows do."""
     return 4 // wire_dtype(wire).itemsize
@@ -137,7 +144,9 @@ def join_rows(
         if leads is not None:
             pieces.append(leads[peer])
         pieces += [rows[peer].reshape(-1) for rows in split]
-    return torch.cat(pieces, out=out) if pieces else torch.empty(0, dtype=wire_dtype(wire))
+    if not pieces:
+        return torch.empty(0, dtype=wire_dtype(wire), device=None if out is None else out.device)
+    return torch.cat(pieces, out=out)
 
 
 def split_rows(
@@ -153,7 +162,7 @@ def split_rows(
         sizes += [_lead_width(wire)] * lead + [counts[peer] * width for counts, width in zip(per_peer, widths)]
     pieces = torch.split(message, sizes)
     step = len(dims) + lead
-    leads = [float(pieces[peer * step].clone().view(torch.float32)) for peer in range(world_size)] if lead else []
+    leads = _leads([pieces[peer * step] for peer in range(world_size)]) if lead else []
     rows = []
     for s, (dim, width) in enumerate(zip(dims, widths)):
         parts = [pieces[peer * step + lead + s].view(-1, width) for peer in range(world_size)]

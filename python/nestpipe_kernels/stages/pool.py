@@ -29,19 +29,21 @@ class TensorPool:
 
     Args:
         keep: False: everything comes from torch's allocator (for whoever works seldom, and should hold nothing).
+        device: where tensors are; on an accelerator they come from its own allocator, which knows streams.
     """
 
-    def __init__(self, keep: bool = True) -> None:
-        self._keep = keep
+    def __init__(self, keep: bool = True, device: torch.device | None = None) -> None:
+        self._keep = keep and device is None
+        self._device = device
         self._lock = Lock()
         self._blocks: list[np.ndarray] = []
         self._idle_count = _references([np.empty(0, dtype=np.uint8)])[0]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Contiguous, on the CPU; contents are undefined."""
+        """Contiguous; contents are undefined."""
         size = prod(shape) * dtype.itemsize
         if not self._keep or size < SMALL_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
         with self._lock:
             block = self._take(size)
             return torch.from_numpy(block[:size]).view(dtype).view(tuple(shape))

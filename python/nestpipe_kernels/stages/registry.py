@@ -74,6 +74,8 @@ def run_stage(stage: str, function: str, rank: RankState, batch: BatchState, mic
     begin = time.perf_counter()
     try:
         with profiler_range(stage):
+            if rank.backend.has_streams:
+                rank.backend.uses(tuple(batch.device_tensors()))
             STAGE_FUNCTIONS[function](rank, batch, micro)
             if rank.hold is not None:
                 rank.hold(function, batch, micro, begin)

@@ -113,6 +113,7 @@ def micro_batch_sizes(samples: int, number: int, edge_share: float) -> list[int]
 
 def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
     from ..capture.split import split
+    from ..capture.to_device import to_device
 
     parts = micro_batch_sizes(batch.size, rank.num_micro_batches, rank.edge_share)
     order = torch.arange(batch.size)
@@ -126,6 +127,8 @@ def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
         micros[k].batch = piece
         try:
             micros[k].inputs, micros[k].calls = _plan_calls(rank, batch.inputs, piece)
+            if rank.backend.has_streams:
+                micros[k].batch = to_device(piece, rank.backend.device, micros[k].moved)
         except (IndexError, TypeError, ValueError):
             _plan_calls(rank, batch.inputs, batch.raw)  # says the same with positions in the whole batch
             raise

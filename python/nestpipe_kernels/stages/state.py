@@ -16,6 +16,7 @@ from torch import Tensor
 from ..comm import Communicator, Topology
 from ..comm.board import Board
 from ..comm.router import SourceKeys, Transfer
+from ..device import CPU, DeviceBackend
 from ..errors import CommunicationError, RemoteRankError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
 from .counting import BatchCounts
@@ -61,6 +62,8 @@ class StoreBinding:
     pooled: tuple[bool, ...] = ()
     """Per segment of a call: owners pool its bags; empty where they pool none."""
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0, dtype=torch.float32) for _ in range(2)])
+    device: torch.device | None = None
+    """Where the buffers are; None: on the CPU."""
 
     @cached_property
     def trainable(self) -> Tensor:
@@ -72,17 +75,19 @@ class StoreBinding:
         poisoned)."""
         have = self.buffers[parity]
         if have.shape[0] < rows or have.shape[1] != self.store.row_floats:
-            have = self.buffers[parity] = torch.empty(rows + rows // 4 + 16, self.store.row_floats, dtype=torch.float32)
+            have = self.buffers[parity] = torch.empty(
+                rows + rows // 4 + 16, self.store.row_floats, dtype=torch.float32, device=self.device
+            )
         view = have[:rows]
         if poison:
             view.fill_(float("nan"))
         return view
 
 
-def bind_stores(modules: dict[str, EmbeddingModule]) -> list[StoreBinding]:
-    """Every store of every module, in module order."""
+def bind_stores(modules: dict[str, EmbeddingModule], device: torch.device | None = None) -> list[StoreBinding]:
+    """Every store of every module, in module order; row buffers on `device`."""
     return [
-        StoreBinding(store, name, module, k)
+        StoreBinding(store, name, module, k, device=device)
         for name, module in modules.items()
         for k, store in enumerate(module.row_stores())
     ]
@@ -119,6 +124,8 @@ class RankState:
     slice_owner: Tensor
     pool: TensorPool = field(default_factory=TensorPool)
     """Memory of receive buffers, accumulators, sums and messages."""
+    backend: DeviceBackend = CPU
+    """Where rows are while they are trained, and the dense model."""
     num_micro_batches: int = 1
     track_use: bool = False
     """Rows are sent for every micro-batch, so key lists carry who uses them."""
@@ -235,6 +242,8 @@ class MicroBatch:
     batch: Any
     indices: Tensor
     """int64 [n]: which samples of the batch."""
+    moved: list[Tensor] = field(default_factory=list)
+    """Tensors of the batch that were brought to the device."""
     calls: dict[str, list[LookupCall]] = field(default_factory=dict)
     inputs: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -463,7 +472,7 @@ class BatchState:
     """This rank's part of the mean of dense gradients ..."""
     dense_whole: Tensor | None = None
     """... or all of it, where they are exchanged at once."""
-    dense_finite: bool = True
+    dense_finite: bool | Tensor = True
     step: int = 0
     """Number of the update, if the batch counts."""
     learning_rates: list[Tensor] = field(default_factory=list)
@@ -476,6 +485,20 @@ class BatchState:
     def loss_divisor(self) -> float:
         """What divides this rank's loss and gradients: `divisor`, or 1 where all weights are 0 (they add nothing)."""
         return self.divisor or 1.0
+
+    def device_tensors(self) -> Iterator[Tensor | None]:
+        """What stages on several lanes use of this batch, and of the one before, where rows are on an accelerator."""
+        for plan in self.plans:
+            yield from (plan.received, plan.gradients, plan.peaks, plan.summed)
+        for owner in self.owner:
+            yield from (owner.buffer, owner.boxes, owner.row_gradients, owner.countable)
+        for before in (self.previous, self.early.before if self.early is not None else None):
+            if before is not None:
+                yield from (owner.buffer for owner in before.owner)
+        for micro in self.micro:
+            yield from micro.moved
+        yield from (self.dense_slice, self.dense_whole)
+        yield from self.remaining
 
     def post(self, purpose: str, micro: int, handle: Handle) -> None:
         """Remember an exchange under way."""

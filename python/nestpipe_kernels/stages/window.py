@@ -83,7 +83,10 @@ def post_rows(
                 if owner.parts:
                     parts.append(partial_rows(owner, micro, binding.store.dim, binding.store.data_type))
     if batch.failure is not None:  # peers expect rows of these sizes all the same
-        parts = [torch.zeros(len(move.positions), dim, dtype=torch.float32) for move, dim in zip(outgoing, dims)]
+        device = rank.backend.device
+        parts = [
+            torch.zeros(len(m.positions), dim, dtype=torch.float32, device=device) for m, dim in zip(outgoing, dims)
+        ]
     world, wire = rank.topology.num_shards, rank.row_wire
     group, message = rank.topology.group.group(purpose), join_rows(parts, _per_peer(outgoing), wire)
     sizes = message_counts(_per_peer(outgoing), dims, world, wire)
@@ -300,7 +303,8 @@ def post_grads(
     """Send gradients of every store, the last with this rank's divisor: the sum of weights is not known before."""
     dims = _dims(rank)
     world, wire = rank.topology.num_shards, rank.gradient_wire
-    lead = torch.full((world,), batch.loss_divisor if last else 1.0, dtype=torch.float32)
+    divisor = batch.loss_divisor if last else 1.0
+    lead = torch.full((world,), divisor, dtype=torch.float32, device=rank.backend.device)
     sizes = message_counts(_per_peer(outgoing), dims, world, wire, lead=True)
     message = join_rows(parts, _per_peer(outgoing), wire, lead, rank.pool.empty((sum(sizes),), wire_dtype(wire)))
     group = rank.topology.group.group("grads")

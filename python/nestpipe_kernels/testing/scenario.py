@@ -60,6 +60,7 @@ class Recommender(nn.Module):
         """(loss, (logits, labels)[, weight]) from pooled embeddings."""
         logits = self.linear(torch.cat([pooled, batch.dense], 1)).squeeze(1)
         noise = torch.rand(1, generator=self.generator) if self.generator is not None else torch.zeros(1)
+        noise = noise.to(logits.device)
         loss = ((logits + noise - batch.label) ** 2).mean()
         output = (logits.detach(), batch.label)
         return (loss, output, float(batch.dense.abs().sum()) + 0.5) if self.weight_loss else (loss, output)

@@ -39,7 +39,7 @@ def read_pipeline(pipeline: NestedPipeline, losses: list[float]) -> Outcome:
     notes: dict[tuple[str, int], tuple[int, int]] = {}
     for binding in pipeline.rank.bindings:
         read_store(binding.store, rows, notes)
-    dense = [p.detach().numpy().tobytes() for _, p in pipeline.rank.dense_parameters]
+    dense = [p.detach().cpu().numpy().tobytes() for _, p in pipeline.rank.dense_parameters]
     policies = {k: v for binding in pipeline.rank.bindings for k, v in read_policies(binding.store).items()}
     return Outcome([rows], [notes], [dense], [losses], [], policies=[policies])
 
@@ -70,12 +70,12 @@ def run_ranks_as_threads(world_size: int, body: Callable[[int, Any], Any], timeo
     return results
 
 
-def run_scenario(scenario: Scenario, schedule: str) -> Outcome:
-    """Every batch of a scenario, on all ranks, under a schedule."""
+def run_scenario(scenario: Scenario, schedule: str, device: str = "cpu") -> Outcome:
+    """Every batch of a scenario, on all ranks, under a schedule; dense model and rows of a batch on `device`."""
 
     def body(rank: int, communicator: Any) -> Outcome:
         generator = scenario.generator(rank)
-        model = scenario.model(communicator, generator)
+        model = scenario.model(communicator, generator).to(device)
         config = scenario_config(scenario, schedule)
         config.fetch = scenario.fetcher(rank) if scenario.fetch else None
         with NestedPipeline(model, scenario.dense_optimizer(model), config=config) as pipeline:
