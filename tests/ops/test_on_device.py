@@ -26,9 +26,14 @@ def run(world: GlooWorld, function, *arguments):
     return result
 
 
-@pytest.mark.parametrize("group", cases.GROUPS)
+@pytest.mark.parametrize("group", [group for group in cases.GROUPS if "soak" not in group])
 def test_rows_on_a_device_have_the_bits_of_the_cpu(world, group):
     assert run(world, cases.differences, group) == []
+
+
+@pytest.mark.soak
+def test_soak_hot_rows_on_a_device_have_the_bits_of_the_cpu(world):
+    assert run(world, cases.differences, "soak: hot rows") == []
 
 
 def test_what_is_elsewhere_or_out_of_range_is_refused(world):

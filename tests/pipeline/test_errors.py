@@ -61,6 +61,11 @@ def test_settings(settings, text):
         PipelineConfig(**settings)
 
 
+def test_a_device_is_named():
+    with pytest.raises(TypeError, match=r"device must be a string \('cpu', 'npu', 'npu:1'\) or None, got 1"):
+        PipelineConfig(device=1)
+
+
 # ------------------------------------------------------------------------------------------------------- batches
 
 

@@ -1,0 +1,223 @@
+"""What the tests of pipelines on the stand-in for an NPU run in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from policy_cases import bounded
+from torch import nn
+
+import fake_hccl
+import fake_npu
+import nestpipe_kernels as nk
+from nestpipe_kernels import checkpoint
+from nestpipe_kernels.comm import DeviceCommunicator, InMemoryWorld, SparseGroups, communicator_for
+from nestpipe_kernels.device import StreamLane, backend_for
+from nestpipe_kernels.device.backend import DeviceEvent
+from nestpipe_kernels.errors import CommunicationError, NonFiniteGradientError
+from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
+from nestpipe_kernels.testing.explorer import Outcome
+from nestpipe_kernels.testing.scenario import Scenario
+from nestpipe_kernels.testing.threads import (
+    read_pipeline,
+    run_ranks_as_threads,
+    run_scenario,
+    scenario_config,
+)
+
+LIMIT_S = 60.0
+ALONE = Scenario(world_size=1, batches=8, uneven=False, noise=False)
+
+
+def compare(scenario: Scenario, schedule: str) -> str:
+    """How a run on the device, ranks as threads, differs from `sequential` on the CPU."""
+    fake_npu.install()
+    return run_scenario(scenario, "sequential").difference(run_scenario(scenario, schedule, "npu"))
+
+
+def _one_lane_unordered(lane: Any, item: Any) -> Any:
+    return _ORDERED(lane, item) if lane.name != "device" else super(StreamLane, lane)._wait_for_events(item)
+
+
+_ORDERED = StreamLane._wait_for_events
+DAMAGES: dict[str, Callable[[], Any]] = {
+    "nothing": contextlib.nullcontext,
+    "one lane": lambda: mock.patch.object(StreamLane, "_wait_for_events", _one_lane_unordered),
+    "all events": lambda: mock.patch.object(DeviceEvent, "order", return_value=None),
+}
+"""What is left out of the rules of a device: the wait of one lane, that of all streams."""
+
+
+def compare_damaged(scenario: Scenario, schedule: str, damage: str) -> str:
+    """As `compare`, with one of DAMAGES; what differs, or is raised, since rubbish may also be noticed.
+
+    Streams of this process may be full of work that cannot run afterwards.
+    """
+    fake_npu.install()
+    expected = run_scenario(scenario, "sequential")
+    with DAMAGES[damage]():
+        try:
+            return expected.difference(run_scenario(scenario, schedule, "npu"))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def play(scenario: Scenario, schedule: str) -> tuple[Outcome, set[str]]:
+    """This rank's part of a scenario over hccl, and the threads that have posted there."""
+    fake_hccl.install()
+    fake_hccl.POSTED.clear()
+    rank = dist.get_rank()
+    generator = scenario.generator(rank)
+    model = scenario.model(communicator_for(None, LIMIT_S), generator).to("npu")
+    config = scenario_config(scenario, schedule, LIMIT_S)
+    with NestedPipeline(model, scenario.dense_optimizer(model), config=config) as pipeline:
+        losses = [float(step.loss) for step in pipeline.run(scenario.loader(rank, generator))]
+        return read_pipeline(pipeline, losses), set(fake_hccl.POSTED)
+
+
+def exchanges() -> dict[str, Any]:
+    """What groups of a device give, over hccl and through the host, and say of what does not fit; on two ranks."""
+    fake_hccl.install()
+    fake_hccl.POSTED.clear()
+    host = communicator_for(None, LIMIT_S)
+    both = DeviceCommunicator(host, backend_for("npu"))
+    rank, found = both.rank, {}
+    counts = [1, 2] if rank == 0 else [2, 1]
+    send = torch.arange(3.0).view(3, 1) + 10 * rank
+    for purpose, place in (("rows", "npu"), ("early", "npu"), ("rows", "cpu")):
+        before = len(fake_hccl.POSTED)
+        handle = both.group(purpose).all_to_all(send.to(place), counts, counts, f"try/{purpose}/{place}")
+        received = handle.wait()
+        found[purpose, place] = received.cpu().flatten().tolist(), len(fake_hccl.POSTED) - before, str(received.device)
+    found["same limit"] = both.with_timeout(LIMIT_S) is both
+    rows, there = both.group("rows"), send.to("npu")
+    found["elsewhere"] = _said(lambda: rows.all_to_all(there, counts, counts, "a", torch.empty(3, 1)), TypeError)
+    for owner, name, says in (
+        (fake_hccl.Hccl, "alltoall_base", "post"),
+        (fake_hccl._Work, "wait", "wait"),
+        (dist, "new_group", "make"),
+    ):
+        with mock.patch.object(owner, name, _broken):
+            if says == "make":
+                host._carriers.clear()  # type: ignore[attr-defined]
+                found[says] = _said(lambda: host.make_group("hccl"), CommunicationError)  # type: ignore[attr-defined]
+            else:
+                found[says] = _said(lambda: rows.all_to_all(there, counts, counts, "b").wait(), CommunicationError)
+    return found
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the link is down")
+
+
+def _said(call: Callable[[], Any], kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def _refusal(model: Any, config: Any) -> str:
+    return _said(lambda: NestedPipeline(model, None, config=config).close(), ValueError)
+
+
+def refusals() -> dict[str, str]:
+    """What a pipeline says of models, and of settings, that do not fit the device."""
+    fake_npu.install()
+    one, found = InMemoryWorld(1).communicator(0), {}
+    for name, device, place in (("cpu", "npu", "cpu"), ("npu", "cpu", "npu"), ("mixed", None, "npu")):
+        model = ALONE.model(one, None).to(place)
+        if name == "mixed":
+            model.linear.bias = nn.Parameter(torch.zeros(1))
+        config = scenario_config(ALONE, "nested")
+        config.device = device
+        found[name] = _refusal(model, config)
+    pooled = replace(ALONE, owner_pooling="auto")
+    found["pooled"] = _refusal(pooled.model(one, None).to("npu"), scenario_config(pooled, "nested"))
+
+    def body(rank: int, communicator: Any) -> str:
+        copies = Scenario(world_size=2, sparse_groups=SparseGroups(2))
+        return _refusal(copies.model(communicator, None).to("npu"), scenario_config(copies, "nested"))
+
+    found["copies"] = run_ranks_as_threads(2, body)[0]
+    return found
+
+
+def _steps(device: str, schedule: str, work: Callable[[Any, Any, Any], list[float]]) -> list[float]:
+    """What `work(pipeline, model, loader)` gives, on one rank."""
+    fake_npu.install()
+    model = ALONE.model(InMemoryWorld(1).communicator(0), None).to(device)
+    config = scenario_config(ALONE, schedule, LIMIT_S)
+    with NestedPipeline(model, ALONE.dense_optimizer(model), config=config) as pipeline:
+        return work(pipeline, model, lambda: iter(ALONE.loader(0, None)))
+
+
+def _sums(pipeline: Any, iterator: Any, count: int) -> list[float]:
+    return [float(pipeline.progress(iterator)[0].sum()) for _ in range(count)]
+
+
+def evaluate_between_steps(device: str, schedule: str) -> list[float]:
+    """Outputs of two steps, of two evaluated batches, and of three more steps."""
+
+    def work(pipeline: Any, model: Any, loader: Any) -> list[float]:
+        training = loader()
+        found = _sums(pipeline, training, 2)
+        model.eval()
+        found += _sums(pipeline, loader(), 2)
+        model.train()
+        return found + _sums(pipeline, training, 3)
+
+    return _steps(device, schedule, work)
+
+
+def go_on_after_a_bad_batch(device: str, schedule: str) -> list[float]:
+    """Outputs of steps around one that does not count, with the stores settled between two others."""
+
+    def work(pipeline: Any, model: Any, loader: Any) -> list[float]:
+        training = loader()
+        found = _sums(pipeline, training, 1)
+        with mock.patch.object(model.linear, "forward", lambda x: x.sum(1, keepdim=True) * float("inf")):
+            said = _said(lambda: pipeline.progress(training), NonFiniteGradientError)
+        assert "not finite" in said
+        found += _sums(pipeline, training, 1)
+        pipeline.settle()
+        return found + _sums(pipeline, training, 2)
+
+    return _steps(device, schedule, work)
+
+
+def saved_and_loaded(first: str, second: str) -> list[float]:
+    """Outputs of two steps on one device, and of two more after a checkpoint has been loaded on another."""
+    with tempfile.TemporaryDirectory() as path:
+
+        def save(pipeline: Any, model: Any, loader: Any) -> list[float]:
+            found = _sums(pipeline, loader(), 2)
+            checkpoint.save(path, model=model, pipeline=pipeline)
+            return found
+
+        def load(pipeline: Any, model: Any, loader: Any) -> list[float]:
+            with torch.no_grad():
+                model.linear.weight.add_(7.0)  # nothing may be right by accident
+            checkpoint.load(path, model=model, pipeline=pipeline)
+            return _sums(pipeline, loader(), 2)
+
+        return _steps(first, "nested", save) + _steps(second, "nested", load)
+
+
+def special_stores() -> list[str]:
+    """As `compare`: bounded tables with evictions and keys without a row, and rows in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        tier = nk.FileTier(folder, 1 << 16)
+        filed = tuple(replace(table, tier=tier) for table in Scenario().tables)
+        return [
+            compare(bounded("exact_2", "lru", 8, world_size=1, batches=5, seed=1), "nested+early"),
+            compare(Scenario(world_size=1, batches=3, tables=filed), "nested"),
+        ]
