@@ -45,8 +45,9 @@ KeySpan key_span(Address keys, Address tables, std::int64_t size) {
   return {as_pointer<const std::int64_t>(keys), as_pointer<const std::int32_t>(tables), size};
 }
 
-RetrievalSpan retrieval_span(const std::pair<Address, Address>& out) {
-  return {as_pointer<std::int64_t>(out.first), as_pointer<std::uint8_t>(out.second)};
+RetrievalSpan retrieval_span(const std::pair<Address, Address>& out, Address embeddings = 0) {
+  return {as_pointer<std::int64_t>(out.first), as_pointer<std::uint8_t>(out.second),
+          as_pointer<float>(embeddings)};
 }
 
 MetadataSpan metadata_span(Address last_used, Address frequency) {
@@ -113,11 +114,11 @@ ScoreFunction score_function(const py::object& function) {
 
 void retrieve(EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address counts,
               std::int64_t batch, const py::object& score, const std::pair<Address, Address>& out,
-              RetrievalJournal& journal) {
+              Address embeddings, RetrievalJournal& journal) {
   const ScoreFunction function = score_function(score);
   const py::gil_scoped_release unlocked;
   self.retrieve(key_span(keys, tables, size), as_pointer<const std::int64_t>(counts), batch,
-                function, retrieval_span(out), &journal);
+                function, retrieval_span(out, embeddings), &journal);
 }
 
 // Calls that search or change keys.

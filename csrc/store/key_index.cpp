@@ -22,11 +22,7 @@ KeyIndex::Place KeyIndex::locate(const Shard& shard, std::uint64_t hash, std::in
   std::uint32_t at = home(shard, hash);
   for (std::uint32_t visited = 0; visited < shard.num_buckets; ++visited) {
     Bucket& bucket = shard.buckets[at];
-    unsigned equal = 0;
-    for (int slot = 0; slot < kSlots; ++slot) {
-      equal |= static_cast<unsigned>(bucket.keys[slot] == key) << slot;
-    }
-    equal &= (1u << bucket.count) - 1;
+    const unsigned equal = equal_slots(bucket, key);
     if (equal != 0) return {&bucket, __builtin_ctz(equal)};
     if (bucket.passed == 0) break;
     at = next(shard, at);
@@ -39,7 +35,8 @@ std::uint32_t KeyIndex::find(std::uint64_t hash, std::int64_t key) const {
   return place.bucket == nullptr ? kNoRow : place.bucket->rows[place.slot];
 }
 
-void KeyIndex::place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row) {
+std::uint32_t* KeyIndex::place(const Shard& shard, std::uint64_t hash, std::int64_t key,
+                               std::uint32_t row) {
   std::uint32_t at = home(shard, hash);
   while (shard.buckets[at].count == kSlots) {
     Bucket& full = shard.buckets[at];
@@ -49,21 +46,34 @@ void KeyIndex::place(const Shard& shard, std::uint64_t hash, std::int64_t key, s
   Bucket& bucket = shard.buckets[at];
   bucket.keys[bucket.count] = key;
   bucket.rows[bucket.count] = row;
-  ++bucket.count;
+  return &bucket.rows[bucket.count++];
 }
 
 std::uint32_t KeyIndex::insert(std::uint64_t hash, std::int64_t key, std::uint32_t row) {
+  return enter(hash, key, row).found;
+}
+
+KeyIndex::Inserted KeyIndex::enter(std::uint64_t hash, std::int64_t key, std::uint32_t row) {
   const std::uint32_t shard_number = shard_of(hash);
   Shard& shard = shards_[shard_number];
-  const Place found = locate(shard, hash, key);
-  if (found.bucket != nullptr) return found.bucket->rows[found.slot];
-  // 4 of 5 slots per bucket are used at most.
-  if (shard.num_keys + std::uint64_t{1} > std::uint64_t{shard.num_buckets} * (kSlots - 1)) {
-    grow(shard_number);
+  const bool full =
+      shard.num_keys + std::uint64_t{1} > std::uint64_t{shard.num_buckets} * (kSlots - 1);
+  if (!full) {  // Most keys find room at home.
+    Bucket& bucket = shard.buckets[home(shard, hash)];
+    if (bucket.passed == 0 && bucket.count < kSlots && equal_slots(bucket, key) == 0) {
+      ++shard.num_keys;
+      bucket.keys[bucket.count] = key;
+      bucket.rows[bucket.count] = row;
+      return {kNoRow, &bucket.rows[bucket.count++]};
+    }
   }
-  place(shard, hash, key, row);
+  const Place found = locate(shard, hash, key);
+  if (found.bucket != nullptr) return {found.bucket->rows[found.slot], nullptr};
+  // 4 of 5 slots per bucket are used at most.
+  if (full) grow(shard_number);
+  std::uint32_t* const placed = place(shard, hash, key, row);
   ++shard.num_keys;
-  return kNoRow;
+  return {kNoRow, placed};
 }
 
 void KeyIndex::assign(std::uint64_t hash, std::int64_t key, std::uint32_t row) {

@@ -68,8 +68,8 @@ std::int64_t EmbeddingStore::retrieve_occurrences(const KeySpan& in, const std::
   std::vector<std::int64_t> starts = {0};
   for (const UsedRows& part : parts) starts.push_back(starts.back() + part.size());
   const std::int64_t num_rows = starts.back();
-  journal->last_used.reset(new std::int64_t[num_rows]);
-  journal->frequency.reset(new std::int64_t[num_rows]);
+  journal->last_used = Scratch<std::int64_t>(num_rows);
+  journal->frequency = Scratch<std::int64_t>(num_rows);
   parallel_tasks(num_parts, [&](std::int64_t part) {
     const UsedRows& used = parts[part];
     std::copy(used.handles.begin(), used.handles.end(), out.handles + starts[part]);

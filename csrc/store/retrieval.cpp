@@ -14,12 +14,15 @@
 //   7. rows and records are written.
 // Whatever fails does so in steps 1 to 5, whose effects are then taken back.
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
+#include <vector>
 
-#include "by_shard.h"
 #include "departure.h"
+#include "missing.h"
 #include "nestpipe/parallel.h"
 #include "nestpipe/store.h"
 
@@ -29,8 +32,9 @@ namespace {
 constexpr std::int64_t kKeysPerTask = 2048;
 // Keys between a request for a cache line and its use.
 constexpr std::int64_t kAhead = 16;
-constexpr std::uint32_t kRowsAhead = 4;
+constexpr std::uint32_t kRowsAhead = 12;
 constexpr std::int64_t kFloatsPerLine = 16;
+constexpr std::size_t kNumStatus = 5;  // Values of KeyStatus.
 
 // Of numbers that are not negative, at most the largest there is: occurrences never wrap around.
 std::int64_t sum_of(std::int64_t a, std::int64_t b) {
@@ -40,10 +44,11 @@ std::int64_t sum_of(std::int64_t a, std::int64_t b) {
 
 // Calls visit(j) for j in [0, size), or downwards, so that visits with the same owner[j] keep their
 // order: each thread visits the owners that fall to it. Negative owners are skipped.
-// prefetch(owner[j]) comes some visits earlier.
+// prefetch(owner[j]) comes a block of visits earlier.
 template <typename Prefetch, typename Visit>
 void for_each_in_owner_order(const std::int64_t* owner, std::int64_t size, bool backwards,
                              const Prefetch& prefetch, const Visit& visit) {
+  constexpr int kBlock = 64;
   const std::int64_t parts =
       std::max<std::int64_t>(1, std::min<std::int64_t>(num_threads(), size / kKeysPerTask));
   const auto part_of = [parts](std::int64_t owner_number) {
@@ -51,43 +56,26 @@ void for_each_in_owner_order(const std::int64_t* owner, std::int64_t size, bool 
     return static_cast<std::int64_t>((spread * static_cast<std::uint64_t>(parts)) >> 32);
   };
   parallel_tasks(parts, [&](std::int64_t part) {
-    for (std::int64_t i = 0; i < size; ++i) {
-      if (i + kAhead < size) {
-        const std::int64_t later = owner[backwards ? size - 1 - i - kAhead : i + kAhead];
-        if (later >= 0 && part_of(later) == part) prefetch(later);
+    std::int64_t blocks[2][kBlock];
+    int counts[2] = {0, 0};
+    int current = 0;
+    for (std::int64_t i = 0; i < size || counts[current ^ 1] > 0; current ^= 1) {
+      // Written always, kept where it counts: no branch to mispredict.
+      int count = 0;
+      for (; i < size && count < kBlock; ++i) {
+        const std::int64_t j = backwards ? size - 1 - i : i;
+        blocks[current][count] = j;
+        count += (owner[j] >= 0) & (parts == 1 || part_of(owner[j]) == part);
       }
-      const std::int64_t j = backwards ? size - 1 - i : i;
-      if (owner[j] >= 0 && part_of(owner[j]) == part) visit(j);
+      counts[current] = count;
+      for (int k = 0; k < count; ++k) prefetch(owner[blocks[current][k]]);
+      for (int k = 0; k < counts[current ^ 1]; ++k) visit(blocks[current ^ 1][k]);
+      counts[current ^ 1] = 0;
     }
   });
 }
 
 }  // namespace
-
-struct EmbeddingStore::Missing {
-  static constexpr std::uint32_t kNotEntered = kNoRow;
-
-  explicit Missing(const KeySpan& call) : in(call) {}
-
-  KeySpan in;
-  std::vector<std::int64_t> positions;    // [m] where in the call, ascending
-  std::vector<std::uint64_t> hashes;      // [m]
-  ByShard by_shard;                       // of m
-  std::vector<std::uint32_t> first;       // [m] the first of the missing with the same key
-  std::vector<std::int64_t> occurrences;  // [m] of first ones: in this call
-  std::vector<std::int64_t> before;       // [m] of first ones: counted earlier; empty: all 0
-  std::vector<std::uint8_t> admitted;     // [m] of first ones
-  std::vector<std::uint32_t> rows;        // [m] of first ones: row number, kNoRow where none
-  std::vector<std::int64_t> num_new;      // [tables] keys admitted
-  // State of the store once all is done.
-  std::vector<std::int64_t> sizes;  // [tables]
-  std::int64_t num_rows = 0;
-  std::int64_t num_free = 0;
-
-  std::uint32_t count() const { return static_cast<std::uint32_t>(positions.size()); }
-  std::int64_t key(std::uint32_t i) const { return in.keys[positions[i]]; }
-  std::int32_t table(std::uint32_t i) const { return in.tables[positions[i]]; }
-};
 
 void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
                               const ScoreFunction& score, const RetrievalSpan& out,
@@ -95,18 +83,19 @@ void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std
   check_tables(in);
   const std::unique_lock<std::shared_mutex> lock = own_keys();
   if (batch >= 0) free_limbo(batch - 2);
-  const auto size = static_cast<std::size_t>(in.size);
-  journal->last_used.reset(new std::int64_t[size]);
-  journal->frequency.reset(new std::int64_t[size]);
+  journal->last_used = Scratch<std::int64_t>(in.size);
+  journal->frequency = Scratch<std::int64_t>(in.size);
   journal->counters.clear();
   for (const auto& table : tables_) journal->counters.push_back(table->counters);
   search(in, out.handles);
   Missing missing(in);
-  for (std::int64_t j = 0; j < in.size; ++j) {
-    out.status[j] = static_cast<std::uint8_t>(KeyStatus::kFound);
-    if (out.handles[j] < 0) missing.positions.push_back(j);
-  }
-  if (missing.positions.size() >= kNoRow) throw std::length_error("store: too many keys in a call");
+  parallel_ranges(in.size, kKeysPerTask, [&](std::int64_t begin, std::int64_t end) {
+    std::memset(out.status + begin, static_cast<int>(KeyStatus::kFound),
+                static_cast<std::size_t>(end - begin));
+    std::fill(journal->last_used.get() + begin, journal->last_used.get() + end, -1);
+    std::fill(journal->frequency.get() + begin, journal->frequency.get() + end, 0);
+  });
+  collect_missing(out.handles, &missing);
   use_found(out, in.size, counts, batch, *journal);
   Departure departure;
   try {
@@ -132,17 +121,16 @@ void EmbeddingStore::retrieve(const KeySpan& in, const std::int64_t* counts, std
   settle(missing);
   depart(&departure, batch, journal->sequence);
   write_new_rows(missing, batch, out);
+  const bool all_new = missing.count() == in.size && missing.all_have_rows;
+  if (out.embeddings != nullptr && !all_new) {
+    copy_embeddings(out.handles, in, out.status, out.embeddings);
+  }
 }
 
-// Metadata of keys that have rows; what it was goes into the journal.
+// Metadata of keys that have rows; what it was goes into the journal, which says -1 and 0 so far.
 void EmbeddingStore::use_found(const RetrievalSpan& out, std::int64_t size,
                                const std::int64_t* counts, std::int64_t batch,
                                const RetrievalJournal& journal) {
-  for (std::int64_t j = 0; j < size; ++j) {
-    if (out.handles[j] >= 0) continue;
-    journal.last_used[j] = -1;
-    journal.frequency[j] = 0;
-  }
   const auto request_record = [this](std::int64_t handle) {
     __builtin_prefetch(record(handle), 1);
   };
@@ -167,39 +155,32 @@ void EmbeddingStore::restore_metadata(const RetrievalSpan& out, std::int64_t siz
   });
 }
 
-void EmbeddingStore::enter_provisionally(Missing* missing) {
-  const std::uint32_t count = missing->count();
-  missing->hashes.resize(count);
-  for (std::uint32_t i = 0; i < count; ++i) {
-    missing->hashes[i] = tables_[missing->table(i)]->index.hash(missing->key(i));
-  }
-  missing->first.assign(count, Missing::kNotEntered);
-  missing->rows.assign(count, kNoRow);
-  missing->by_shard.assign(count, [&](std::uint32_t i) { return missing->hashes[i]; });
-  const auto request_bucket = [&](std::uint32_t i) {
-    tables_[missing->table(i)]->index.prefetch(missing->hashes[i]);
-  };
-  missing->by_shard.for_each(request_bucket, [&](std::uint32_t i) {
-    const std::uint32_t found =
-        tables_[missing->table(i)]->index.insert(missing->hashes[i], missing->key(i), i);
-    missing->first[i] = found == kNoRow ? i : found;
-  });
-}
-
 void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
   const std::uint32_t count = missing->count();
-  missing->occurrences.assign(count, 0);
-  missing->admitted.assign(count, 1);
-  missing->num_new.assign(tables_.size(), 0);
-  for (std::uint32_t i = 0; i < count; ++i) {
+  missing->occurrences = Scratch<std::int64_t>(count);
+  missing->admitted = Scratch<std::uint8_t>(count);
+  std::vector<std::atomic<std::int64_t>> num_new(tables_.size());
+  parallel_ranges(count, kKeysPerTask, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::int64_t> firsts(tables_.size(), 0);
+    for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
+      missing->occurrences[i] = counts == nullptr ? 1 : counts[missing->positions[i]];
+      missing->admitted[i] = 1;
+      firsts[missing->table(i)] += missing->first[i] == i;
+    }
+    for (std::size_t t = 0; t < firsts.size(); ++t) num_new[t] += firsts[t];
+  });
+  missing->num_new.assign(num_new.begin(), num_new.end());
+  for (std::uint32_t i = 0; missing->repeats && i < count; ++i) {
+    if (missing->first[i] == i) continue;
     std::int64_t& sum = missing->occurrences[missing->first[i]];
-    sum = sum_of(sum, counts == nullptr ? 1 : counts[missing->positions[i]]);
+    sum = sum_of(sum, missing->occurrences[i]);
   }
   const auto has_rule = [](const std::unique_ptr<Table>& table) {
     return table->config.admission.kind != AdmissionKind::kAll;
   };
-  if (std::any_of(tables_.begin(), tables_.end(), has_rule)) {
-    missing->before.assign(count, 0);
+  if (std::none_of(tables_.begin(), tables_.end(), has_rule)) return;
+  missing->before.assign(count, 0);
+  {
     parallel_ranges(count, kKeysPerTask / 4, [&](std::int64_t begin, std::int64_t end) {
       for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
         if (missing->first[i] != i) continue;
@@ -210,6 +191,7 @@ void EmbeddingStore::admit(Missing* missing, const std::int64_t* counts) {
       }
     });
   }
+  missing->num_new.assign(tables_.size(), 0);
   for (std::uint32_t i = 0; i < count; ++i) {
     if (missing->first[i] == i) missing->num_new[missing->table(i)] += missing->admitted[i];
   }
@@ -236,6 +218,11 @@ void EmbeddingStore::number_rows(Missing* missing, const Departure& departure) {
     }
     ++size;
   }
+  std::int64_t given = 0;
+  for (std::size_t t = 0; t < tables_.size(); ++t) {
+    given += missing->sizes[t] - tables_[t]->size + departure.size_of(t);
+  }
+  missing->all_have_rows = given == missing->count();
   reserve_rows(static_cast<std::uint64_t>(missing->num_rows));
 }
 
@@ -310,31 +297,10 @@ void EmbeddingStore::take_numbers(const Missing& missing) {
   for (std::size_t t = 0; t < tables_.size(); ++t) tables_[t]->size = missing.sizes[t];
 }
 
-void EmbeddingStore::settle(const Missing& missing) {
-  const auto request_bucket = [&](std::uint32_t i) {
-    tables_[missing.table(i)]->index.prefetch(missing.hashes[i]);
-  };
-  missing.by_shard.for_each(request_bucket, [&](std::uint32_t i) {
-    if (missing.first[i] != i) return;
-    KeyIndex& index = tables_[missing.table(i)]->index;
-    if (missing.rows[i] == kNoRow) {
-      index.erase(missing.hashes[i], missing.key(i));
-    } else {
-      index.assign(missing.hashes[i], missing.key(i), missing.rows[i]);
-    }
-  });
-}
-
-void EmbeddingStore::withdraw(const Missing& missing) {
-  for (std::uint32_t i = 0; i < missing.first.size(); ++i) {
-    if (missing.first[i] != i) continue;
-    tables_[missing.table(i)]->index.erase(missing.hashes[i], missing.key(i));
-  }
-}
-
-// Rows and records of inserted keys; handles, status and counters of all that were missing.
+// Rows, records and embeddings of inserted keys; handles, status and counters of all missing ones.
 void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
                                     const RetrievalSpan& out) {
+  const std::int64_t size = missing.in.size;
   const auto status_of = [&](std::uint32_t i) {
     const std::uint32_t first = missing.first[i];
     if (missing.rows[first] == kNoRow) {
@@ -347,12 +313,16 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
     const std::uint32_t number = missing.rows[i];
     if (number == kNoRow) return;
     __builtin_prefetch(record(number), 1);
+    __builtin_prefetch(age(number), 1);
     const std::int64_t last = std::min<std::int64_t>(row_floats_, 8 * kFloatsPerLine);
     for (std::int64_t d = 0; d < last; d += kFloatsPerLine) {
       __builtin_prefetch(row(number) + d, 1);
     }
   };
+  const EmbeddingWriter copy_out = writer(out.embeddings, size);
+  std::vector<std::atomic<std::int64_t>> counted(tables_.size() * kNumStatus);
   const auto write = [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::int64_t> sums(counted.size(), 0);
     for (auto i = static_cast<std::uint32_t>(begin); i < static_cast<std::uint32_t>(end); ++i) {
       if (i + kRowsAhead < end) request_row(i + kRowsAhead);
       const std::uint32_t number = missing.rows[missing.first[i]];
@@ -360,26 +330,33 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
       out.handles[j] = number == kNoRow ? -1 : std::int64_t{number};
       const KeyStatus status = status_of(i);
       out.status[j] = static_cast<std::uint8_t>(status);
+      if (missing.first[i] == i) {
+        ++sums[static_cast<std::size_t>(missing.table(i)) * kNumStatus + out.status[j]];
+      }
       if (status != KeyStatus::kInserted) continue;
       const std::int64_t before = missing.before.empty() ? 0 : missing.before[i];
       initial_row(missing.table(i), missing.key(i), row(number));
+      if (out.embeddings != nullptr) copy_out.to(row(number), j);
       *record(number) = Record{missing.key(i), std::max<std::int64_t>(batch, -1),
                                sum_of(before, missing.occurrences[i]), missing.table(i), 0};
       *age(number) = age_of(batch);
     }
+    copy_out.finish();
+    for (std::size_t s = 0; s < sums.size(); ++s) counted[s] += sums[s];
   };
   const auto handle = [&](std::int64_t i) {
     const std::uint32_t number = missing.rows[i];  // Of first ones; others have none.
     return number == kNoRow ? std::int64_t{-1} : std::int64_t{number};
   };
   for_row_ranges(missing.count(), kKeysPerTask / 8, true, handle, write);
-  for (std::uint32_t i = 0; i < missing.count(); ++i) {
-    if (missing.first[i] != i) continue;
-    TableCounters& counters = tables_[missing.table(i)]->counters;
-    const KeyStatus status = status_of(i);
-    counters.inserted += status == KeyStatus::kInserted;
-    counters.refused += status == KeyStatus::kRefused;
-    counters.not_admitted += status == KeyStatus::kNotAdmitted;
+  for (std::size_t t = 0; t < tables_.size(); ++t) {
+    const auto count_of = [&](KeyStatus status) {
+      return counted[t * kNumStatus + static_cast<std::size_t>(status)].load();
+    };
+    TableCounters& counters = tables_[t]->counters;
+    counters.inserted += count_of(KeyStatus::kInserted);
+    counters.refused += count_of(KeyStatus::kRefused);
+    counters.not_admitted += count_of(KeyStatus::kNotAdmitted);
   }
 }
 
@@ -427,14 +404,12 @@ std::int64_t EmbeddingStore::load_rows(const KeySpan& in, const float* rows,
   std::vector<std::int64_t> handles(static_cast<std::size_t>(in.size));
   search(in, handles.data());
   Missing missing(in);
-  for (std::int64_t j = 0; j < in.size; ++j) {
-    if (handles[j] < 0) missing.positions.push_back(j);
-  }
-  if (missing.positions.size() >= kNoRow) throw std::length_error("store: too many keys in a call");
+  collect_missing(handles.data(), &missing);
   std::int64_t refused = -1;
   try {
     enter_provisionally(&missing);
-    missing.admitted.assign(missing.count(), 1);
+    missing.admitted = Scratch<std::uint8_t>(missing.count());
+    std::fill_n(missing.admitted.get(), missing.count(), std::uint8_t{1});
     number_rows(&missing, Departure{});
   } catch (...) {
     withdraw(missing);

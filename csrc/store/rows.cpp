@@ -8,12 +8,23 @@
 
 #include "nestpipe/parallel.h"
 #include "nestpipe/store.h"
+#include "stream_rows.h"
 
 namespace nestpipe {
 namespace {
 
 constexpr std::int64_t kRowsPerTask = 256;
 constexpr std::int64_t kAhead = 8;  // Rows whose first line is requested before they are copied.
+
+constexpr std::int64_t kFarAhead =
+    32;  // Rows of which all lines are requested, for the second cache.
+
+void request_row(const float* row, std::int64_t num_floats) {
+  constexpr std::int64_t kFloatsPerLine = 16;
+  constexpr std::int64_t kMaxFloats = 8 * kFloatsPerLine;
+  const std::int64_t last = std::min(num_floats, kMaxFloats);
+  for (std::int64_t d = 0; d < last; d += kFloatsPerLine) __builtin_prefetch(row + d, 0, 2);
+}
 
 // body(begin, end) out of one(j, end) for each row j of the range.
 template <typename One>
@@ -32,6 +43,12 @@ auto at(const std::int64_t* handles) {
 void EmbeddingStore::check_handles(const std::int64_t* handles, std::int64_t size) const {
   check_process();
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
+  // All at once, as unsigned numbers from -1 on; which one it is only where one is wrong.
+  std::uint64_t highest = 0;
+  for (std::int64_t j = 0; j < size; ++j) {
+    highest = std::max(highest, static_cast<std::uint64_t>(handles[j]) + 1);
+  }
+  if (highest <= static_cast<std::uint64_t>(num_rows)) return;
   for (std::int64_t j = 0; j < size; ++j) {
     if (handles[j] >= -1 && handles[j] < num_rows) continue;
     throw std::out_of_range("store: row handles must be in [-1, " + std::to_string(num_rows) +
@@ -106,26 +123,53 @@ void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, 
   for_row_ranges(size, kRowsPerTask, true, at(handles), each(copy));
 }
 
+EmbeddingStore::EmbeddingWriter EmbeddingStore::writer(float* out, std::int64_t num_rows) const {
+  const std::int64_t row_bytes = dim_ * static_cast<std::int64_t>(sizeof(float));
+  const bool stream = data_type_ == DataType::kFloat32 && worth_streaming(out, row_bytes, num_rows);
+  return {data_type_, dim_, out, stream};
+}
+
+void EmbeddingStore::EmbeddingWriter::to(const float* words, std::int64_t j) const {
+  if (stream) {
+    stream_row(words, dim * static_cast<std::int64_t>(sizeof(float)), out + j * dim);
+  } else {
+    unpack_embedding(data_type, words, dim, out + j * dim);
+  }
+}
+
+void EmbeddingStore::EmbeddingWriter::finish() const {
+  if (stream) end_streaming();
+}
+
 void EmbeddingStore::read_embeddings(const std::int64_t* handles, const KeySpan& in,
                                      float* out) const {
   check_tables(in);
   check_handles(handles, in.size);
-  const auto unpack = [&](std::int64_t begin, std::int64_t end) {
+  copy_embeddings(handles, in, nullptr, out);
+}
+
+void EmbeddingStore::copy_embeddings(const std::int64_t* handles, const KeySpan& in,
+                                     const std::uint8_t* status, float* out) const {
+  constexpr auto kInserted = static_cast<std::uint8_t>(KeyStatus::kInserted);
+  const auto left_out = [status](std::int64_t j) {
+    return status != nullptr && status[j] == kInserted;
+  };
+  const EmbeddingWriter copy_out = writer(out, in.size);
+  const auto copy = [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> words(static_cast<std::size_t>(embedding_words_));
     for (std::int64_t j = begin; j < end; ++j) {
-      if (j + kAhead < end && handles[j + kAhead] >= 0) {
-        __builtin_prefetch(row(handles[j + kAhead]));
+      const std::int64_t later = j + kFarAhead;
+      if (later < end && handles[later] >= 0 && !left_out(later)) {
+        request_row(row(handles[later]), embedding_words_);
       }
-      const float* from = words.data();
-      if (handles[j] >= 0) {
-        from = row(handles[j]);
-      } else {
-        absent_embedding(in.tables[j], in.keys[j], words.data());
-      }
-      unpack_embedding(data_type_, from, dim_, out + j * dim_);
+      if (left_out(j)) continue;
+      if (handles[j] < 0) absent_embedding(in.tables[j], in.keys[j], words.data());
+      copy_out.to(handles[j] >= 0 ? row(handles[j]) : words.data(), j);
     }
+    copy_out.finish();
   };
-  for_row_ranges(in.size, kRowsPerTask, false, at(handles), unpack);
+  const auto handle = [&](std::int64_t j) { return left_out(j) ? -1 : handles[j]; };
+  for_row_ranges(in.size, kRowsPerTask, false, handle, copy);
 }
 
 void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t size,

@@ -10,6 +10,7 @@ from stores import EXTREMES, StateOf, item_store, keys_of, table_zero, whole_row
 
 from nestpipe_kernels._native import core
 from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.policy import LRU
 from nestpipe_kernels.store import EmbeddingStore
 from nestpipe_kernels.types import KeyStatus, TableSpec
 
@@ -66,6 +67,32 @@ def test_rows_go_where_the_caller_says():
     with pytest.raises(ValueError, match=wrong):
         store.find_or_insert(keys_of(10, 11), out=out)
     assert len(store) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_calls_are_as_many_small_ones(threads):
+    """Old, new, repeated and refused keys, in a result that is larger than the caches: written past them."""
+    generator = torch.Generator().manual_seed(threads)
+    keys = torch.randint(-120_000, 120_000, (150_000,), generator=generator) * 7919
+    whole, parts = (item_store(64, capacity=80_000, eviction=LRU(slack=0.0)) for _ in range(2))
+    before = core().num_threads()
+    core().set_num_threads(threads)
+    try:
+        for call, offset in enumerate((0, 30_011 * 7919)):
+            counted = keys + offset
+            rows, status = whole.find_or_insert(counted, batch=5 * call)
+            assert {FOUND, INSERTED, REFUSED} == set(status.tolist())
+            expected = whole.find(counted)[0]
+            assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
+            held = whole.keys()
+            assert len(held) == 80_000 == len(held.unique())
+            assert torch.equal(whole.find_handles(held, table_zero(held)), whole.export_table()[1])
+        small = torch.cat([parts.find_or_insert(part, batch=0)[1] for part in keys.split(700)])
+        rows, status = item_store(64, capacity=80_000, eviction=LRU(slack=0.0)).find_or_insert(keys, batch=0)
+        assert torch.equal(small, status)
+        assert torch.equal(parts.find(keys)[0], rows)
+    finally:
+        core().set_num_threads(before)
 
 
 def test_fault_15_reading_inserts_nothing():

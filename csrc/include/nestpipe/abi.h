@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 12;
+constexpr int kAbiVersion = 13;
 
 }  // namespace nestpipe

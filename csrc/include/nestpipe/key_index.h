@@ -45,9 +45,34 @@ class KeyIndex {
     if (shard.num_buckets != 0) __builtin_prefetch(&shard.buckets[home(shard, hash)]);
   }
   std::uint32_t find(std::uint64_t hash, std::int64_t key) const;
+  // find() as far as the key's home bucket goes, without a branch to mispredict: *row is the key's
+  // row, or kNoRow. True if the key, not found there, may lie in a later bucket, whose line has
+  // been requested: then find() decides.
+  bool find_at_home(std::uint64_t hash, std::int64_t key, std::uint32_t* row) const {
+    const Shard& shard = shards_[shard_of(hash)];
+    *row = kNoRow;
+    if (shard.num_buckets == 0) return false;
+    const std::uint32_t at = home(shard, hash);
+    const Bucket& bucket = shard.buckets[at];
+    const unsigned equal = equal_slots(bucket, key);
+    const std::uint32_t found = bucket.rows[__builtin_ctz(equal | 1u << (kSlots - 1))];
+    *row = equal != 0 ? found : kNoRow;
+    const bool further = (equal == 0) & (bucket.passed != 0);
+    if (further) __builtin_prefetch(&shard.buckets[next(shard, at)]);
+    return further;
+  }
   // The row that the key has, or kNoRow after giving it `row`. Throws std::bad_alloc, changing
   // nothing.
   std::uint32_t insert(std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  // The same; if it was given the row, also where the index holds it: valid until the shard grows
+  // or a key leaves it.
+  struct Inserted {
+    std::uint32_t found;
+    std::uint32_t* row;
+  };
+  Inserted enter(std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  // Changes when the shard of a hash grows.
+  const void* shard_data(std::uint64_t hash) const { return shards_[shard_of(hash)].buckets; }
   // Makes room for about num_keys keys in all. Throws std::bad_alloc; no key is lost.
   void reserve(std::uint64_t num_keys);
   // Gives a key that is present another row.
@@ -102,8 +127,17 @@ class KeyIndex {
   static std::uint32_t next(const Shard& shard, std::uint32_t bucket) {
     return bucket + 1 == shard.num_buckets ? 0 : bucket + 1;
   }
+  // A bit for each slot that holds the key.
+  static unsigned equal_slots(const Bucket& bucket, std::int64_t key) {
+    unsigned equal = 0;
+    for (int slot = 0; slot < kSlots; ++slot) {
+      equal |= static_cast<unsigned>(bucket.keys[slot] == key) << slot;
+    }
+    return equal & ((1u << bucket.count) - 1);
+  }
   static Place locate(const Shard& shard, std::uint64_t hash, std::int64_t key);
-  static void place(const Shard& shard, std::uint64_t hash, std::int64_t key, std::uint32_t row);
+  static std::uint32_t* place(const Shard& shard, std::uint64_t hash, std::int64_t key,
+                              std::uint32_t row);
   static void take_out(Shard* shard, std::uint64_t hash, const Place& place);
   void grow(std::uint32_t shard_number);
   void resize(std::uint32_t shard_number, std::uint64_t num_buckets);

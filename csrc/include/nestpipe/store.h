@@ -45,6 +45,7 @@
 #include "nestpipe/row_file.h"
 #include "nestpipe/row_storage.h"
 #include "nestpipe/row_update.h"
+#include "nestpipe/scratch.h"
 #include "nestpipe/slabs.h"
 
 namespace nestpipe {
@@ -88,8 +89,9 @@ struct KeySpan {
 
 // What retrieve answers. All [n].
 struct RetrievalSpan {
-  std::int64_t* handles;  // -1: refused or not admitted
-  std::uint8_t* status;   // KeyStatus
+  std::int64_t* handles;        // -1: refused or not admitted
+  std::uint8_t* status;         // KeyStatus
+  float* embeddings = nullptr;  // If not null, also [n, dim], as read_embeddings() of the handles.
 };
 
 // The rows of a list of occurrences: each row once, in an order that means nothing.
@@ -114,8 +116,8 @@ struct RetrievalJournal {
   std::int64_t sequence = -1;  // Of the retrieval; -1 once undone.
   std::int64_t newest_before = -1;
   std::int64_t last_batch_before = -1;
-  std::unique_ptr<std::int64_t[]> last_used;  // [n] before the call; -1 and 0 for new rows
-  std::unique_ptr<std::int64_t[]> frequency;
+  Scratch<std::int64_t> last_used;  // [n] before the call; -1 and 0 for new rows
+  Scratch<std::int64_t> frequency;
   std::vector<CountChange> counts;
   std::vector<TableCounters> counters;
   std::int64_t num_evicted = 0;
@@ -303,6 +305,20 @@ class EmbeddingStore {
     std::vector<std::uint32_t> rows;
   };
 
+  // Rows' embeddings on their way into rows of `out`, widened; past the caches where that pays.
+  struct EmbeddingWriter {
+    DataType data_type;
+    std::int64_t dim;
+    float* out;
+    bool stream;
+    void to(const float* words, std::int64_t j) const;
+    void finish() const;  // Before another thread reads what this one wrote.
+  };
+  EmbeddingWriter writer(float* out, std::int64_t num_rows) const;
+  // Of all keys but those whose status is kInserted; null: of all.
+  void copy_embeddings(const std::int64_t* handles, const KeySpan& in, const std::uint8_t* status,
+                       float* out) const;
+
   struct Missing;    // The keys of a call that have no row yet, and what becomes of them.
   struct Departure;  // The rows that a call takes out.
 
@@ -385,6 +401,7 @@ class EmbeddingStore {
                  std::int64_t batch, const RetrievalJournal& journal);
   void restore_metadata(const RetrievalSpan& out, std::int64_t size,
                         const RetrievalJournal& journal);
+  void collect_missing(const std::int64_t* handles, Missing* missing);
   void enter_provisionally(Missing* missing);
   void admit(Missing* missing, const std::int64_t* counts);
   void number_rows(Missing* missing, const Departure& departure);

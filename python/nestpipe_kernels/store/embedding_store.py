@@ -167,6 +167,12 @@ class EmbeddingStore(RowTransfer, PooledRows):
             TypeError, ValueError: counts or batch out of range, or the result of a score function or of an init.Custom
                 function; nothing has changed. What these functions raise is passed on.
         """
+        return self._retrieve(keys, tables, counts, batch, None)
+
+    def _retrieve(
+        self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int, embeddings: Tensor | None
+    ) -> Retrieval:
+        """As `retrieve`; embeddings float32 [n, dim], if not None, become those of the keys."""
         check_keys("retrieve", keys, tables)
         check_batch(batch)
         size = keys.numel()
@@ -183,6 +189,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
             batch,
             self._score,
             (handles.data_ptr(), status.data_ptr()),
+            0 if embeddings is None else embeddings.data_ptr(),
             journal.native,
         )
         if given is not None:
@@ -366,7 +373,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
 
         Each occurrence counts in the row's frequency; `batch`, unless -1, becomes its last_used. None: the batch after
         the largest one seen so far if the table has an admission or eviction rule, else -1. `out`, a contiguous float32
-        [n, dim], is filled and returned if given.
+        [n, dim], is filled and returned if given (and may hold anything where the call fails).
 
         Returns:
             float32 [n, dim] copies, uint8 [n] status: INSERTED at the first occurrence of a new key, else FOUND. In a
@@ -379,12 +386,13 @@ class EmbeddingStore(RowTransfer, PooledRows):
         """
         keys, tables = self._public_keys("find_or_insert", keys, table)
         spec = self.tables[self._table(table)]
-        if out is not None:
-            check_tensor("find_or_insert", "out", out, FLOAT32, (keys.numel(), self.dim))
+        if out is None:
+            out = torch.empty((keys.numel(), self.dim), dtype=FLOAT32)
+        check_tensor("find_or_insert", "out", out, FLOAT32, (keys.numel(), self.dim))
         if batch is None:
             batch = self.last_batch + 1 if has_policy(spec) else -1
         try:
-            retrieval = self.retrieve(keys, tables, None, batch)
+            retrieval = self._retrieve(keys, tables, None, batch, None if self._given.any else out)
         except MemoryError as error:
             raise StoreFullError(
                 f"find_or_insert: no memory for the new ones of {keys.numel()} keys of table {spec.name!r}, which has "
@@ -398,7 +406,9 @@ class EmbeddingStore(RowTransfer, PooledRows):
                 f"its {self.size(spec.name)} rows (capacity {spec.capacity}); nothing was inserted: raise capacity, "
                 "erase keys, give the table an eviction rule, or use retrieve, which reports a status per key"
             )
-        return self.read_embeddings(retrieval.handles, keys, tables, out), retrieval.status
+        if self._given.any:
+            self.read_embeddings(retrieval.handles, keys, tables, out)
+        return out, retrieval.status
 
     def apply_gradients(
         self, keys: Tensor, grads: Tensor, *, step: int, table: str | int | None = None, lr: float | None = None

@@ -43,6 +43,11 @@ class GivenValues:
         """Whether rows of some table start from a function's values."""
         return bool(self._start)
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a function at all."""
+        return bool(self._start or self._absent)
+
     def _values(
         self, functions: dict[int, Custom], keys: Tensor, tables: Tensor, where: Tensor
     ) -> tuple[Tensor, Tensor] | None:
