@@ -44,6 +44,15 @@ def test_process_grows_by_what_memory_says(dim: int, count: int) -> None:
     assert grown == pytest.approx(said, rel=0.1)
 
 
+def test_room_for_more_rows_is_an_eighth_at_most() -> None:
+    store = EmbeddingStore(dim=32, optimizer=optim.RowWiseAdagrad(0.1), name="item")
+    for end in range(20_000, 100_001, 20_000):
+        store.find_or_insert(torch.arange(end - 20_000, end), batch=0)
+        memory = store.memory()
+        assert memory["untouched"] < (memory["slabs"] + memory["metadata"]) / 8
+    assert len(store.keys()) == 100_000
+
+
 def test_parts_add_up() -> None:
     store = EmbeddingStore(dim=8, optimizer=optim.RowWiseAdagrad(0.1), name="item")
     assert {store.memory()[part] for part in ("keys", "rows", "file", "admission")} == {0}

@@ -1,8 +1,11 @@
-// An array of records that grows without moving any: slabs of 2^k times the first one's records.
+// An array of records that grows without moving any: slabs in groups of eight of the same size,
+// each group twice as large as all before it, so that at most about an eighth is there too early.
 //
-// Record r lies in slab k = floor(log2(r / first + 1)), where `first` is the first slab's number of
-// records, a power of two chosen so that it takes about 4 KB. The directory has a fixed size, so an
-// address may be computed while another thread adds slabs. Slabs lie in memory, or in a file.
+// With s = r + 8 first, record r lies in the group of the top bit of s and, within it, in the slab
+// of the three bits below; `first` is the first slabs' number of records, a power of two chosen so
+// that one takes about 4 KB. The directory has a fixed size, so an address may be computed while
+// another thread adds slabs. Slabs lie in memory, or in a file: there they cost no disk before they
+// are used, and each group is one slab.
 #pragma once
 
 #include <array>
@@ -17,14 +20,19 @@ namespace nestpipe {
 class Slabs {
  public:
   Slabs(std::size_t bytes_per_record, MemoryAccount* account, RowFile* file = nullptr)
-      : bytes_per_record_(bytes_per_record), account_(account), file_(file) {
+      : bytes_per_record_(bytes_per_record),
+        account_(account),
+        file_(file),
+        split_log2_(file == nullptr ? kSplitLog2 : 0) {
     while ((std::size_t{2} << first_log2_) * bytes_per_record <= kFirstSlabBytes) ++first_log2_;
+    base_log2_ = first_log2_ + split_log2_;
   }
 
   // Makes records 0 .. num_records - 1 exist. Throws std::bad_alloc, FileError; what exists stays.
   void reserve(std::uint64_t num_records) {
-    while (capacity() < num_records) {
-      const std::size_t bytes = (std::size_t{1} << (first_log2_ + num_slabs_)) * bytes_per_record_;
+    while (capacity_ < num_records) {
+      const std::uint64_t records = std::uint64_t{1} << (first_log2_ + (num_slabs_ >> split_log2_));
+      const std::size_t bytes = static_cast<std::size_t>(records) * bytes_per_record_;
       if (file_ != nullptr) {
         data_[num_slabs_] = file_->add_slab(bytes);
       } else {
@@ -33,6 +41,7 @@ class Slabs {
         bytes_ += slabs_[num_slabs_].bytes();
       }
       ++num_slabs_;
+      capacity_ += records;
     }
     if (file_ == nullptr || num_records == 0) return;
     const RowFile::Range last = range(num_records - 1);
@@ -46,16 +55,19 @@ class Slabs {
 
   // Where a record lies.
   RowFile::Range range(std::uint64_t record) const {
-    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
+    const std::uint64_t shifted = record + (std::uint64_t{1} << base_log2_);
     const int top = 63 - __builtin_clzll(shifted);
-    const std::size_t begin = (shifted - (std::uint64_t{1} << top)) * bytes_per_record_;
-    return {top - first_log2_, begin, begin + bytes_per_record_};
+    const int slab_log2 = top - split_log2_;
+    const auto in_group = static_cast<int>(shifted >> slab_log2) - (1 << split_log2_);
+    const std::size_t begin = (shifted & ((std::uint64_t{1} << slab_log2) - 1)) * bytes_per_record_;
+    return {((top - base_log2_) << split_log2_) + in_group, begin, begin + bytes_per_record_};
   }
 
   // How many records from this one on lie side by side; it must exist.
   std::uint64_t run(std::uint64_t record) const {
-    const std::uint64_t shifted = record + (std::uint64_t{1} << first_log2_);
-    return (std::uint64_t{2} << (63 - __builtin_clzll(shifted))) - shifted;
+    const std::uint64_t shifted = record + (std::uint64_t{1} << base_log2_);
+    const int slab_log2 = 63 - __builtin_clzll(shifted) - split_log2_;
+    return (((shifted >> slab_log2) + 1) << slab_log2) - shifted;
   }
 
   // Of memory.
@@ -68,17 +80,19 @@ class Slabs {
 
  private:
   static constexpr std::size_t kFirstSlabBytes = 4096;
-
-  std::uint64_t capacity() const { return ((std::uint64_t{1} << num_slabs_) - 1) << first_log2_; }
+  static constexpr int kSplitLog2 = 3;
 
   std::size_t bytes_per_record_;
   MemoryAccount* account_;
   RowFile* file_;
+  int split_log2_;
   int first_log2_ = 0;
+  int base_log2_ = 0;
+  std::uint64_t capacity_ = 0;  // Records there is room for.
   int num_slabs_ = 0;
   std::size_t bytes_ = 0;
-  // 2^34 records of the first slab's size: more than 32-bit row numbers reach.
-  static constexpr int kMaxSlabs = 34;
+  // 2^34 records at least: more than 32-bit row numbers reach.
+  static constexpr int kMaxSlabs = 34 << kSplitLog2;
   std::array<char*, kMaxSlabs> data_{};
   std::array<Block, kMaxSlabs> slabs_;
 };
