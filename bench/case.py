@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ class Setup:
     dtype: str = "float32"
     missing: list[str] = field(default_factory=list)
     """Peers that cannot run here, each with its reason."""
+    rounds: int | None = None
+    """Timed steps, if they are not as many as are asked for: steps that go on from each other, of which all count."""
+    further: Mapping[str, Callable[[Sequence[float]], dict[str, Any]]] = field(default_factory=dict)
+    """By implementation: further fields of its line, from the times of its steps."""
     check: Callable[[], None] | None = None
     """Raises ValueError where results differ; None: `check_equal` of what step(0) returns."""
 
@@ -99,7 +104,10 @@ def _run_setup(parsed: argparse.Namespace, name: str, threads: int, setup: Setup
         else:
             check_equal(name, setup.implementations)
         print(f"{name}: results of {', '.join(i.name for i in setup.implementations)} agree", file=sys.stderr)
-    times = measure(setup.implementations, parsed.repeat)
+    if setup.rounds is None:
+        times = measure(setup.implementations, parsed.repeat)
+    else:
+        times = measure(setup.implementations, setup.rounds, budget_s=math.inf)
     made = lines(name, threads, setup, times)
     print_lines(parsed, made)
     return made
@@ -164,6 +172,7 @@ def lines(case: str, threads: int, setup: Setup, times: dict[str, list[float]]) 
                 "case": case, "shape": setup.shape, "impl": name, "dtype": setup.dtype, "threads": threads, **found,
                 "gb_per_s": _digits(moved / found["median_ms"] / 1e6),
                 "fraction_of_floor": _digits(floor / found["median_ms"]),
+                **(setup.further[name](milliseconds) if name in setup.further else {}),
                 **facts(),
             }
         )  # fmt: skip

@@ -88,6 +88,19 @@ def test_find_or_insert_without_its_peer(capsys, monkeypatch) -> None:
     ]
 
 
+def test_growth_counts_every_call(capsys, monkeypatch) -> None:
+    growth = importlib.import_module("nestpipe_kernels.bench.growth")
+    monkeypatch.setattr(growth, "load", lambda: (None, "absl (no compiler)"))
+    arguments = ["--keys", "2500", "--batch", "1000", "--dim", "8", "--repeat", "1", "--peers", "--threads", "1"]
+    assert main(["bench", "growth", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "left out: absl (no compiler)" in err
+    (line,) = _lines(out)
+    assert set(line) == FIELDS | {"max_ms", "max_over_median", "index_bytes_per_key"}
+    assert line["max_ms"] >= line["p80_ms"] and line["max_over_median"] >= 1
+    assert 16 < line["index_bytes_per_key"] < 100
+
+
 @pytest.mark.soak
 def test_find_or_insert_beside_absl(capsys) -> None:
     _, missing = importlib.import_module("nestpipe_kernels.bench.absl_peer").load()

@@ -15,6 +15,7 @@ __all__ = ["add_bench"]
 KERNEL_CASES = {
     "exchange": "rows exchanged between two processes on loopback",
     "find_or_insert": "rows of keys out of a large table, made where there are none",
+    "growth": "a table that grows from nothing: the time of every call, and what its index takes",
     "intersect": "the rows that two lists of keys have in common",
     "lookup_pool": "rows of bags of keys looked up and summed",
     "row_sync": "rows copied from one buffer to places of another",
