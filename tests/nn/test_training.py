@@ -181,6 +181,24 @@ def test_a_backward_that_fails_changes_nothing_and_the_next_one_trains(lookup_fi
         assert rows() == [[expected - 1, expected - 1]]
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_backward_that_fails_takes_no_other_graph_its_update(others: int) -> None:
+    """Graphs made before it are differentiated after it, with no lookup in between."""
+    ebc = EmbeddingBagCollection(
+        [EmbeddingBagConfig(UNBOUNDED, 2, "t", init=init.Constant(0.0))], optimizer=optim.SGD(lr=1.0)
+    )
+    outputs = [
+        ebc(KeyedJaggedTensor(["t"], torch.tensor([key]), lengths=torch.tensor([1]))).values() for key in range(others)
+    ]
+    failing = FailingBackward.apply(torch.ones(1, 2, requires_grad=True))
+    reached = ebc(KeyedJaggedTensor(["t"], torch.tensor([7]), lengths=torch.tensor([1]))).values()
+    with pytest.raises(OverflowError, match="no gradient"):
+        (reached + failing).sum().backward()
+    for output in outputs:
+        output.sum().backward()
+    assert ebc.store("t").find(torch.arange(8))[0][:, 0].tolist() == [-1.0] * others + [0.0] * (8 - others)
+
+
 @pytest.mark.parametrize("kind", [EmbeddingBagConfig, EmbeddingConfig])
 def test_fault_29_max_norm_is_refused(kind: Any) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_norm'"):

@@ -14,6 +14,8 @@ they were; one whose backward fails does not: its rows stay, not updated.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,14 @@ class _Reached:
     """Its rows, where this process owns all."""
 
 
+@dataclass
+class _Backward:
+    """The calls that a backward has reached. Only what autograd runs at its end keeps it, so it goes with a backward
+    that fails."""
+
+    reached: list[_Reached]
+
+
 class EagerContext:
     """Answers the lookups of one module by exchanging with the other ranks at once."""
 
@@ -59,7 +69,8 @@ class EagerContext:
         )
         self._name = name
         self._exchanges = 0
-        self._reached: list[_Reached] = []
+        self._backward: weakref.ref[_Backward] | None = None
+        """The one that is running, once it has reached a call."""
         self._calls = 0
         self._clock = 0
 
@@ -75,8 +86,6 @@ class EagerContext:
     def lookup(self, module: EmbeddingModule, features: Any) -> Any:
         """Exchange keys and rows for `features` and pool them. Collective."""
         training = torch.is_grad_enabled() and bool(getattr(module, "training", True))
-        if torch._C._current_graph_task_id() == -1:  # no backward is running: what is left is of one that failed
-            self._reached.clear()
         if local.is_local(self._rank):
             return self._lookup_here(features, training)
         batch, call = self._begin("forward", features)
@@ -129,9 +138,12 @@ class EagerContext:
         order = self._calls
 
         def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
-            if not self._reached:
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._reached.append(_Reached(order, which, grads, seen))
+            backward = self._backward() if self._backward is not None else None
+            if backward is None:
+                backward = _Backward([])
+                self._backward = weakref.ref(backward)
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._finish, backward))
+            backward.reached.append(_Reached(order, which, grads, seen))
 
         return run_lookup(call, rows, slots, reached, [list(b.store.tables) for b in self._rank.bindings])
 
@@ -174,10 +186,10 @@ class EagerContext:
         if batch.failure is not None and batch.failure.error is not None:
             raise batch.failure.error
 
-    def _finish(self) -> None:
+    def _finish(self, backward: _Backward) -> None:
         """End of backward: gradients of every call that it reached, in call order, to the owners; one update."""
-        reached = sorted(self._reached, key=lambda entry: entry.order)
-        self._reached = []
+        self._backward = None
+        reached = sorted(backward.reached, key=lambda entry: entry.order)
         with torch.no_grad():
             if len(reached) == 1 and reached[0].seen is not None and self._update_here(reached[0], reached[0].seen):
                 return
