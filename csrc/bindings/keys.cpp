@@ -20,14 +20,19 @@ KeyList key_list(Address keys, Address tables, Count size) {
 
 void bind_keys(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "dedup",
-      [](Address keys, Address tables, Count size, Address unique_index, Address inverse,
-         Address counts) {
-        return dedup(key_list(keys, tables, size), as_pointer<std::int64_t>(unique_index),
-                     as_pointer<std::int32_t>(inverse), as_pointer<std::int64_t>(counts));
-      },
-      NoGil());
+  py::class_<Dedup>(module, "Dedup")
+      .def(py::init([](Address keys, Address tables, Count size) {
+             return std::make_unique<Dedup>(key_list(keys, tables, size));
+           }),
+           NoGil())
+      .def("size", &Dedup::size)
+      .def(
+          "write",
+          [](Dedup& self, Address unique_index, Address inverse, Address counts) {
+            self.write(as_pointer<std::int64_t>(unique_index), as_pointer<std::int32_t>(inverse),
+                       as_pointer<std::int64_t>(counts));
+          },
+          NoGil());
   module.def(
       "intersect",
       [](Address keys_a, Address tables_a, Count size_a, Address keys_b, Address tables_b,

@@ -11,9 +11,9 @@
 #include <memory>
 #include <vector>
 
+#include "hash_pair.h"
 #include "nestpipe/memory.h"
 #include "nestpipe/parallel.h"
-#include "pair_set.h"
 
 namespace nestpipe {
 namespace {

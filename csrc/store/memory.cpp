@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -66,6 +67,21 @@ Block::~Block() {
   if (data_ == nullptr) return;
   release(data_, bytes_);
   account_->remove(bytes_);
+}
+
+void prefer_huge_pages(void* data, std::size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr std::size_t kWorthACall = 2 * kHugePage;
+  const auto begin =
+      (reinterpret_cast<std::uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  if (bytes >= kWorthACall && begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+#else
+  static_cast<void>(data);
+  static_cast<void>(bytes);
+#endif
 }
 
 }  // namespace nestpipe

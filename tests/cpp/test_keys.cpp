@@ -4,6 +4,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -53,8 +54,9 @@ void test_dedup(const Keys& input, bool with_tables) {
   const std::size_t size = input.keys.size();
   std::vector<std::int64_t> unique_index(size), counts(size);
   std::vector<std::int32_t> inverse(size);
-  const std::int64_t num_unique =
-      dedup(input.list(with_tables), unique_index.data(), inverse.data(), counts.data());
+  Dedup found(input.list(with_tables));
+  const std::int64_t num_unique = found.size();
+  found.write(unique_index.data(), inverse.data(), counts.data());
 
   std::map<Pair, std::int32_t> numbers;
   std::vector<std::int64_t> expected_index, expected_counts;
@@ -74,6 +76,24 @@ void test_dedup(const Keys& input, bool with_tables) {
   CHECK_EQUAL(unique_index == expected_index, true);
   CHECK_EQUAL(counts == expected_counts, true);
   CHECK_EQUAL(inverse == expected_inverse, true);
+}
+
+// Working memory is handed on from call to call, not shared.
+void test_dedup_in_two_threads(bool with_tables) {
+  const Keys input = make_keys(40000, 9000, 5);
+  std::vector<std::int32_t> inverse(input.keys.size()), other(inverse);
+  std::vector<std::int64_t> unique_index(inverse.size()), counts(inverse.size());
+  std::vector<std::int64_t> other_index(inverse.size()), other_counts(inverse.size());
+  std::thread thread([&] {
+    for (int i = 0; i < 5; ++i) {
+      Dedup(input.list(with_tables)).write(other_index.data(), other.data(), other_counts.data());
+    }
+  });
+  for (int i = 0; i < 5; ++i) {
+    Dedup(input.list(with_tables)).write(unique_index.data(), inverse.data(), counts.data());
+  }
+  thread.join();
+  CHECK_EQUAL(inverse == other, true);
 }
 
 void test_intersect(const Keys& a, const Keys& b, bool with_tables) {
@@ -166,6 +186,7 @@ void run_all() {
         }
       }
       test_dedup(make_keys(300000, 1 << 26, 1), with_tables);  // long and mostly distinct
+      test_dedup_in_two_threads(with_tables);
       test_intersect(make_keys(60000, 1 << 17, 1), make_keys(60000, 1 << 17, 2), with_tables);
       test_intersect(make_keys(0, 1, 1), make_keys(5, 3, 2), with_tables);
       test_intersect(make_keys(5, 3, 1), make_keys(0, 1, 2), with_tables);

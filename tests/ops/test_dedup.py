@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +41,8 @@ def keys_of(kind: str, size: int) -> Tensor:
         return torch.full((size,), -7)
     if kind == "distinct":
         return torch.randperm(size, generator=generator) * 2**40
+    if kind == "rare":
+        return torch.randint(1 + size // 2, (size,), generator=generator) << 20
     return torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), (size,), generator=generator)]
 
 
@@ -47,7 +52,7 @@ def assert_same(got: DedupResult, expected: DedupResult) -> None:
         assert torch.equal(left, right), name
 
 
-@pytest.mark.parametrize("kind", ["zipf", "equal", "distinct", "extremes"])
+@pytest.mark.parametrize("kind", ["zipf", "equal", "distinct", "rare", "extremes"])
 @pytest.mark.parametrize("size", [0, 1, 63, 1000, 100_000])
 @pytest.mark.parametrize("num_tables", [None, 3])
 def test_equals_reference_at_any_thread_count(kind: str, size: int, num_tables: int | None, threads: int) -> None:
@@ -134,6 +139,39 @@ def test_runs_of_any_length_equal_the_reference(threads: int) -> None:
     tables[[95, 96, 40_001]] = 4
     for argument in (None, tables):
         assert_same(dedup(keys, argument), dedup(keys, argument, implementation="reference"))
+
+
+def keys_of_hashes(hashes: np.ndarray) -> Tensor:
+    """The keys, of a list without tables, that native code hashes to these words: its mix, undone."""
+    with np.errstate(over="ignore"):
+        words = hashes ^ (hashes >> np.uint64(32))
+        words *= np.uint64(pow(0xD6E8FEB86659FD93, -1, 2**64))
+        words ^= (words >> np.uint64(29)) ^ (words >> np.uint64(58))
+        words *= np.uint64(pow(0x9FB21C651E98DF25, -1, 2**64))
+        words ^= words >> np.uint64(32)
+    return torch.from_numpy(words.view(np.int64))
+
+
+@pytest.mark.parametrize("shift", [0, 16, 45])
+def test_keys_chosen_to_share_bits_of_the_hash_take_no_longer(shift: int) -> None:
+    """Were they to share slots, each would be compared with all before it: 10^11 comparisons."""
+    size = 400_000
+    keys = keys_of_hashes(np.arange(size, dtype=np.uint64) << np.uint64(shift))
+    begin = time.monotonic()
+    got = dedup(torch.cat([keys, keys.flip(0)]))
+    assert time.monotonic() - begin < 20
+    assert torch.equal(got.unique_index, torch.arange(size))
+    assert torch.equal(got.inverse, torch.cat([torch.arange(size), torch.arange(size).flip(0)]).to(torch.int32))
+    assert torch.equal(got.counts, torch.full((size,), 2))
+
+
+def test_calls_at_the_same_time_do_not_share_their_working_memory() -> None:
+    lists = [keys_of(kind, size) for kind in ("zipf", "distinct", "rare") for size in (1000, 70_000)]
+    expected = [dedup(keys) for keys in lists]
+    with ThreadPoolExecutor(len(lists)) as pool:
+        for _ in range(10):
+            for got, right in zip(pool.map(dedup, lists), expected):
+                assert_same(got, right)
 
 
 def test_equal_keys_of_different_tables_are_distinct() -> None:

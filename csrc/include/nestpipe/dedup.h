@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 namespace nestpipe {
 
@@ -12,11 +13,25 @@ struct KeyList {
   std::int64_t size;           // at most 2^31 - 1
 };
 
-// Returns the number U of distinct pairs. unique_index[u] is the position where pair u first
-// appears (ascending in u), inverse[i] the pair at position i, counts[u] how often it appears.
-// Outputs have room for `size` entries; the first U of unique_index and counts are written. Linear
-// time, hash-based, the same bits at any thread count.
-std::int64_t dedup(const KeyList& input, std::int64_t* unique_index, std::int32_t* inverse,
-                   std::int64_t* counts);
+// In two steps, so that a caller can make room for as many results as there are. Linear time,
+// hash-based, the same bits at any thread count. The list must stay as it is until the end.
+class Dedup {
+ public:
+  // Finds the distinct pairs.
+  explicit Dedup(const KeyList& input);
+  ~Dedup();
+
+  // The number U of distinct pairs.
+  std::int64_t size() const;
+
+  // unique_index[u] is the position where pair u first appears (ascending in u), counts[u] how
+  // often it appears (both [U]); inverse[i] is the pair at position i. To be called once.
+  void write(std::int64_t* unique_index, std::int32_t* inverse, std::int64_t* counts);
+
+  class Steps;
+
+ private:
+  std::unique_ptr<Steps> steps_;
+};
 
 }  // namespace nestpipe

@@ -54,4 +54,8 @@ class Block {
   std::size_t bytes_ = 0;
 };
 
+// Asks for huge pages where memory that is about to be written for the first time holds some: as
+// small ones, pages the system hands out anew cost more than writing them. A hint.
+void prefer_huge_pages(void* data, std::size_t bytes);
+
 }  // namespace nestpipe

@@ -15,11 +15,10 @@ __all__ = ["dedup"]
 def dedup(keys: Tensor, tables: Tensor | None) -> DedupResult:
     """As `nestpipe_kernels.ops.dedup.dedup`, for checked arguments."""
     size = keys.numel()
-    unique_index = torch.empty(size, dtype=torch.int64)
-    counts = torch.empty(size, dtype=torch.int64)
+    distinct = core().Dedup(keys.data_ptr(), pointer(tables), size)
+    # Room for just as many entries as there are, so that results hold on to no more.
+    unique_index = torch.empty(distinct.size(), dtype=torch.int64)
+    counts = torch.empty(distinct.size(), dtype=torch.int64)
     inverse = torch.empty(size, dtype=torch.int32)
-    num_unique = core().dedup(
-        keys.data_ptr(), pointer(tables), size, unique_index.data_ptr(), inverse.data_ptr(), counts.data_ptr()
-    )
-    # Copies, so that results do not hold on to n entries.
-    return DedupResult(unique_index[:num_unique].clone(), inverse, counts[:num_unique].clone())
+    distinct.write(unique_index.data_ptr(), inverse.data_ptr(), counts.data_ptr())
+    return DedupResult(unique_index, inverse, counts)
