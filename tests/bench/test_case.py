@@ -25,6 +25,7 @@ FIELDS = {
 }  # fmt: skip
 LINE = {"case": "c", "shape": {"n": 1}, "threads": 1, "impl": "x", "cpu": "?", "median_ms": 4.0}
 SMALL = {
+    "dedup": ["--keys", "3000", "--zipf-keys", "500", "--repeat", "2"],
     "intersect": ["--keys", "3000", "500", "--repeat", "2"],
     "row_sync": ["--rows", "300", "--dim", "8", "20", "--repeat", "2"],
     "row_update": ["--rows", "300", "--dim", "8", "20", "--repeat", "2", "--optimizer", "sgd", "adagrad", "adam"],
@@ -170,6 +171,29 @@ def test_preparation_is_not_timed_and_the_budget_ends_the_rounds(capsys) -> None
     assert 1 <= len(times["x"]) < 20
     assert min(times["x"]) < 20
     assert "of 1000 rounds" in capsys.readouterr().err
+
+
+def test_rested_steps_come_after_one_that_is_not_timed() -> None:
+    calls: list[tuple[str, int]] = []
+    one = case.Implementation("x", lambda k: calls.append(("step", k)), lambda k: calls.append(("prepare", k)))
+    begin = time.monotonic()
+    times = case.measure([one], repeat=2, rested=True)
+    assert time.monotonic() - begin >= 4 * case.REST_S
+    assert len(times["x"]) == 2
+    assert calls == [(what, k) for k in (-2, -1, 0, 1) for what in ("prepare", "step") * 2]
+
+
+def test_list_that_is_not_rebuilt_is_not_timed(capsys, monkeypatch) -> None:
+    from nestpipe_kernels.bench import dedup as module
+
+    right = module.dedup
+    for wrong in (
+        lambda keys: right(keys)._replace(inverse=right(keys).inverse.flip(0)),
+        lambda keys: right(torch.arange(len(keys)))._replace(unique_index=torch.arange(len(keys))),
+    ):
+        monkeypatch.setattr(module, "dedup", wrong)
+        assert main(["bench", "dedup", "--kinds", "zipf", "--zipf-keys", "300", "--peers", "--repeat", "1"]) == 1
+        assert "bench dedup: nestpipe does not rebuild the list of keys; nothing was timed" in capsys.readouterr().err
 
 
 def test_result_that_differs_is_not_timed() -> None:

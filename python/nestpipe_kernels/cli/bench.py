@@ -13,6 +13,7 @@ from nestpipe_kernels.config import non_negative, positive
 __all__ = ["add_bench"]
 
 KERNEL_CASES = {
+    "dedup": "the distinct keys of a list, and its inverse",
     "exchange": "rows exchanged between two processes on loopback",
     "find_or_insert": "rows of keys out of a large table, made where there are none",
     "growth": "a table that grows from nothing: the time of every call, and what its index takes",
