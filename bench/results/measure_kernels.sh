@@ -4,8 +4,13 @@ set -euo pipefail
 nestpipe=${NESTPIPE:-.venv/bin/nestpipe}
 results=$(cd "$(dirname "$0")" && pwd)
 
+rm -f "$results/kernels_keys.jsonl"
+for case in dedup intersect; do
+  "$nestpipe" bench $case --peers --threads 1 2 --repeat 9 --json "$results/kernels_keys.jsonl" > /dev/null
+done
+
 rm -f "$results/kernels_rows.jsonl"
-"$nestpipe" bench intersect row_sync --peers --threads 1 2 --repeat 9 --json "$results/kernels_rows.jsonl" > /dev/null
+"$nestpipe" bench row_sync --peers --threads 1 2 --repeat 9 --json "$results/kernels_rows.jsonl" > /dev/null
 
 # 12 GB of memory for the table and its two peers.
 rm -f "$results/kernels_store.jsonl"

@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 13;
+constexpr int kAbiVersion = 14;
 
 }  // namespace nestpipe
