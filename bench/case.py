@@ -25,7 +25,6 @@ from nestpipe_kernels.launch.machine import facts
 __all__ = ["Implementation", "Setup", "check_equal", "lines", "measure", "run"]
 
 WARM_UP_ROUNDS = 2
-REST_S = 0.02
 BUDGET_S = 10.0
 REST_S = 0.02
 """Before every step: threads of the implementation before (OpenMP's) wait for work busily for a while."""
@@ -59,8 +58,8 @@ class Setup:
     """By implementation: further fields of its line, from the times of its steps."""
     check: Callable[[], None] | None = None
     """Raises ValueError where results differ; None: `check_equal` of what step(0) returns."""
-    rested: bool = False
-    """Time each step as `measure` says under `rested`: for short steps, which may be repeated."""
+    warmed: bool = False
+    """An untimed step goes before each that is timed: for short steps, which may be repeated."""
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -108,7 +107,7 @@ def _run_setup(parsed: argparse.Namespace, name: str, threads: int, setup: Setup
             check_equal(name, setup.implementations)
         print(f"{name}: results of {', '.join(i.name for i in setup.implementations)} agree", file=sys.stderr)
     if setup.rounds is None:
-        times = measure(setup.implementations, parsed.repeat, rested=setup.rested)
+        times = measure(setup.implementations, parsed.repeat, warmed=setup.warmed)
     else:
         times = measure(setup.implementations, setup.rounds, budget_s=math.inf)
     made = lines(name, threads, setup, times)
@@ -133,15 +132,14 @@ def check_equal(case: str, implementations: Sequence[Implementation]) -> None:
 
 
 def measure(
-    implementations: Sequence[Implementation], repeat: int, budget_s: float = BUDGET_S, rested: bool = False
+    implementations: Sequence[Implementation], repeat: int, budget_s: float = BUDGET_S, warmed: bool = False
 ) -> dict[str, list[float]]:
     """Milliseconds of every step. Implementations take turns, so that a machine that drifts treats all alike.
 
     The first rounds warm up. After `budget_s` seconds no further round begins (one round is always timed).
 
-    `rested`: OpenMP's threads spin for some 10 ms after work and would take a core from whatever is measured next, and
-    that would find other data in the caches than its own. So each takes its turn after REST_S seconds in which nothing
-    runs, with one step that is not timed before the one that is.
+    `warmed`: the one before leaves its own data in the caches and threads asleep, so a step that is not timed goes
+    first.
     """
     times: dict[str, list[float]] = {one.name: [] for one in implementations}
     begin = time.perf_counter()
@@ -150,14 +148,13 @@ def measure(
             print(f"bench: {k} of {repeat} rounds in {budget_s:.0f} s", file=sys.stderr)
             break
         for one in implementations:
-            if rested:
-                time.sleep(REST_S)
-                if one.prepare is not None:
-                    one.prepare(k)
-                one.step(k)
             if one.prepare is not None:
                 one.prepare(k)
             _rest()
+            if warmed:
+                one.step(k)
+                if one.prepare is not None:
+                    one.prepare(k)
             start = time.perf_counter()
             one.step(k)
             if k >= 0:

@@ -46,7 +46,7 @@ def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
             dtype="int64",
             missing=missing,
             check=_check(keys, distinct, implementations),
-            rested=True,
+            warmed=True,
         )
 
 

@@ -45,7 +45,7 @@ def setups(parsed: argparse.Namespace) -> Iterator[Setup]:
             bytes_streamed=8 * 2 * size + 16 * common,
             random_lines=2 * size,
             dtype="int64",
-            rested=True,
+            warmed=True,
         )
 
 
