@@ -36,5 +36,6 @@ def with_dense_at_once(graph: Graph) -> Graph:
         elif stage.name != "commit":
             stages.append(stage)
     edges = [edge for edge in graph.edges if (edge.source, edge.target) != ("dense_sum", "commit")]
+    edges.append(Edge("dense_scatter", "commit", "failed or not"))
     edges.append(Edge("dense_sum", "verdict", "finite or not; the mean"))
     return Graph(graph.name, tuple(stages), tuple(edges))

@@ -101,11 +101,13 @@ def _window_stages(schedule: Schedule, once: bool, pooled: bool) -> list[Stage]:
             _each("owner_plan"), _each("boxes", writes=True), _each("row_gradients", writes=True)),
             cost=Cost("hbm", "row_bytes")),
         Stage("dense_scatter", "dense_scatter", "dense", "communication", posts=("dense.slices",), accesses=(
-            read("dense.gradients"), _each("loss")), cost=Cost("network", "dense_bytes")),
+            read("dense.gradients"), _each("loss"), _each("dense_taken", writes=True)),
+            cost=Cost("network", "dense_bytes")),
         Stage("dense_sum", "dense_sum", "dense", "communication", lands=("dense.slices",), posts=("dense.gather",),
-              accesses=(_each("dense_slice", writes=True),), cost=Cost("network", "dense_bytes")),
+              accesses=(_each("dense_taken"), _each("dense_slice", writes=True)), cost=Cost("network", "dense_bytes")),
         Stage("commit", "commit", "dense", "communication", posts=("control",), accesses=(
-            _each("peaks"), _each("dense_slice"), _each("loss"), _each("settings"), _each("word", writes=True)),
+            _each("peaks"), _each("dense_taken"), _each("dense_slice"), _each("loss"), _each("settings"),
+            _each("word", writes=True)),
             cost=Cost("network", "latency")),
         Stage("verdict", "verdict", "caller", "communication", lands=("control",), accesses=(
             _each("word"), _each("verdict", writes=True), write("step_count"))),
