@@ -60,7 +60,8 @@ def train(looks: list[int], schedule: str) -> list[Counts]:
     torch.manual_seed(0)
     communicator = communicator_for(None, LIMIT_S)
     batches = [make_batch(10 * k + communicator.rank, 24, keys=300) for k in range(PERIOD)]
-    pipeline = make_pipeline(Recommender(communicator), schedule, num_micro_batches=4, timeline_steps=5)
+    settings = {"num_micro_batches": 4, "timeline_steps": 5, "timeout_s": LIMIT_S}
+    pipeline = make_pipeline(Recommender(communicator), schedule, **settings)
     iterator, found = itertools.cycle(batches), []
     for step in range(1, looks[-1] + 1):
         pipeline.progress(iterator)
@@ -72,7 +73,10 @@ def train(looks: list[int], schedule: str) -> list[Counts]:
 
 
 def check_flat(world: Any, looks: list[int], schedule: str) -> None:
-    for first, *later in world.run(train, looks, schedule):
+    for found in world.run(train, looks, schedule):
+        if isinstance(found, Exception):
+            raise found
+        first, *later = found
         for now in later:
             assert (now.threads, now.files, now.tensors) == (first.threads, first.files, first.tensors)
             assert now.resident - first.resident < GROWTH_BYTES, (first, now)
