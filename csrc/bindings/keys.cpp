@@ -21,10 +21,12 @@ KeyList key_list(Address keys, Address tables, Count size) {
 void bind_keys(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Dedup>(module, "Dedup")
+      // Only the work itself goes on without the interpreter's lock: it guards pybind11's list of
+      // objects, too.
       .def(py::init([](Address keys, Address tables, Count size) {
-             return std::make_unique<Dedup>(key_list(keys, tables, size));
-           }),
-           NoGil())
+        const py::gil_scoped_release release;
+        return std::make_unique<Dedup>(key_list(keys, tables, size));
+      }))
       .def("size", &Dedup::size)
       .def(
           "write",

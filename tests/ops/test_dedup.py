@@ -174,6 +174,16 @@ def test_calls_at_the_same_time_do_not_share_their_working_memory() -> None:
                 assert_same(got, right)
 
 
+def test_short_calls_of_many_threads() -> None:
+    keys = torch.arange(20) % 7
+
+    def calls(_: int) -> bool:
+        return all(dedup(keys).counts.tolist() == [3] * 6 + [2] for _ in range(2000))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(calls, range(8)))
+
+
 def test_equal_keys_of_different_tables_are_distinct() -> None:
     got = dedup(torch.tensor([4, 4, 4]), torch.tensor([0, 1, 0], dtype=torch.int32))
     assert got.inverse.tolist() == [0, 1, 0]
