@@ -120,6 +120,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULE_NAMES)
         _one_of("row_transfer", self.row_transfer, ("once", "per_micro_batch"))
+        if type(self.early_send) is not bool:
+            raise ValueError(f"early_send must be True or False, got {self.early_send!r}")
         if self.early_send and (self.schedule, self.row_transfer) != ("nested", "once"):
             raise ValueError(
                 f"early_send needs schedule='nested' and row_transfer='once', got {self.schedule!r} and "
@@ -148,6 +150,10 @@ class PipelineConfig:
             raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
         if self.device is not None and not isinstance(self.device, str):
             raise TypeError(f"device must be a string ('cpu', 'npu', 'npu:1') or None, got {self.device!r}")
+        for name in ("sparse_inputs", "split_batch"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads must be an integer >= 1 or None, got {self.threads!r}")
 

@@ -41,6 +41,7 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
         ({"num_micro_batches": "many"}, "num_micro_batches must be an integer >= 1 or 'auto', got 'many'"),
         ({"edge_share": 0}, "edge_share must be a number > 0 and <= 1, got 0"),
         ({"edge_share": True}, "edge_share must be a number > 0 and <= 1, got True"),
+        ({"early_send": "no"}, "early_send must be True or False, got 'no'"),
         ({"lower_caller_priority": 1}, "lower_caller_priority must be True or False, got 1"),
         ({"num_micro_batches": 4096}, "num_micro_batches must be <= 4095, got 4096"),
         (
@@ -59,6 +60,12 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 def test_settings(settings, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         PipelineConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["sparse_inputs", "split_batch"])
+def test_functions_are_functions(name):
+    with pytest.raises(TypeError, match=f"{name} must be callable or None, got dict"):
+        PipelineConfig(**{name: {}})
 
 
 def test_a_device_is_named():
