@@ -266,7 +266,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
         )
         if given is not None:
             target = given[0] if index is None else index[given[0]]
-            words = torch.zeros(target.numel(), self.embedding_words)
+            words = torch.zeros(target.numel(), self.embedding_words, dtype=torch.float32)
             pack_embeddings(given[1], words, self.data_type)
             out.view(INT32)[target, : self.embedding_words] = words.view(INT32)
 
@@ -293,7 +293,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
             handles.data_ptr(), keys.data_ptr(), tables.data_ptr(), keys.numel(), out.data_ptr()
         )
         if given is not None:
-            words = torch.zeros(given[0].numel(), self.embedding_words)
+            words = torch.zeros(given[0].numel(), self.embedding_words, dtype=torch.float32)
             pack_embeddings(given[1], words, self.data_type)
             out[given[0]] = unpack_embeddings(words, self.dim, self.data_type)
         return out

@@ -41,7 +41,7 @@ def mean_sources(
     starts, order = entries
     for row in rows.tolist():
         own = order[starts[row] : starts[row + 1]]
-        sum_ = torch.zeros(total.shape[1])
+        sum_ = torch.zeros(total.shape[1], dtype=torch.float32)
         for entry in own:
             sum_ += divided[entry]
         total[row] = sum_ / len(per_source)

@@ -13,8 +13,8 @@ __all__ = ["take_rows"]
 
 def take_rows(matrix: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments as checked by the package."""
-    rows = torch.empty(index.numel(), matrix.shape[1])
-    peaks = torch.empty(index.numel())
+    rows = torch.empty(index.numel(), matrix.shape[1], dtype=torch.float32)
+    peaks = torch.empty(index.numel(), dtype=torch.float32)
     core().take_rows(
         (pointer(matrix), matrix.shape[0], matrix.stride(0)),
         (pointer(index), index.numel()),

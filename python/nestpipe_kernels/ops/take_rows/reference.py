@@ -16,4 +16,4 @@ def take_rows(matrix: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     check_row_index("take_rows", "index", index, matrix.shape[0], distinct=True)
     rows = matrix[index]
     matrix[index] = 0.0
-    return rows, torch.maximum(rows.amax(1), -rows.amin(1)) if rows.numel() else torch.zeros(len(index))
+    return rows, torch.maximum(rows.amax(1), -rows.amin(1)) if rows.numel() else rows.new_zeros(len(index))
