@@ -16,9 +16,8 @@ measure() {
 measure paper_npu --net 500mbit --dense emulated --shape paper-npu --output out/pipeline_paper_npu
 measure paper_npu_edges --net 500mbit --dense emulated --shape paper-npu --edge-share 0.5 --only fwp nested
 measure paper_npu_4_ranks --net 250mbit --ranks 4 --dense emulated --shape paper-npu
-measure ml100k --net 100mbit --dense emulated --shape ml100k --data "$movielens" --only fwp nested nested+early
+measure ml100k --net 100mbit --dense emulated --shape ml100k --data "$movielens"
 measure ml100k_cpu --net 100mbit --dense cpu --shape ml100k --data "$movielens"
-measure criteo --net 250mbit --dense cpu --shape criteo --peers --only nested nested+early
-# Two cores are the bound: the fewest micro-batches cost the least.
-measure dlrm --net 1gbit --dense cpu --shape dlrm --micro-batches 1 --peers --only nested nested+pooled
+measure criteo --net 250mbit --dense cpu --shape criteo --peers
+measure dlrm --net 1gbit --dense cpu --shape dlrm --peers --only nested nested+pooled
 cp out/pipeline_paper_npu/side_by_side.png "$results/../../docs/side_by_side.png"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nestpipe_kernels.device import CPU
 from nestpipe_kernels.pipeline.scheduler import LaneScheduler
 from nestpipe_kernels.pipeline.schedules import build_graph
 from nestpipe_kernels.trace import Timeline
 
-RANK: Any = None
+RANK: Any = SimpleNamespace(backend=CPU)
 
 
 def blamed(schedule: str, stage: str) -> list[tuple[int, str]]:
