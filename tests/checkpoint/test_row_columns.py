@@ -65,7 +65,10 @@ def test_memory_that_gives_out_between_columns_changes_nothing() -> None:
     fill(store, 0, 1)
     keys, handles = store.export_table("user")
     columns, metadata = _columns_of(store, handles), store.read_metadata(handles)
-    for limit in (0, 20_000, 60_000, 100_000):
+    loose = EmbeddingStore(specs(), dim=4, optimizer=store.optimizer)
+    loose.load_columns(keys, "user", columns, metadata)
+    used = sum(loose.memory()[part] for part in ("index", "slabs", "metadata", "admission"))
+    for limit in (0, used // 4, used // 2, used - 1):
         tight = EmbeddingStore(specs(), dim=4, optimizer=store.optimizer, memory_limit=limit)
         with pytest.raises(MemoryError):
             tight.load_columns(keys, "user", columns, metadata)
