@@ -66,6 +66,13 @@ class GlooWorld:
             self.send(rank, function, *arguments)
         return [self.receive(rank) for rank in chosen]
 
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the only rank of a world of one returns; raises what it raised."""
+        (result,) = self.run(function, *arguments)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
     def close(self) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # a rank that died, or is just dying, has closed its end

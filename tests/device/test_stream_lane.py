@@ -21,39 +21,32 @@ def world() -> Iterator[GlooWorld]:
     made.close()
 
 
-def run(world: GlooWorld, function, *arguments):
-    (result,) = world.run(function, *arguments)
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
 def test_a_stream_waits_for_the_event_of_another(world):
-    assert run(world, cases.two_lanes, True) == [3.0] * 3
+    assert world.call(cases.two_lanes, True) == [3.0] * 3
 
 
 def test_without_the_event_the_stand_in_shows_rubbish(world):
-    assert all(math.isnan(x) for x in run(world, cases.two_lanes, False))
+    assert all(math.isnan(x) for x in world.call(cases.two_lanes, False))
 
 
 def test_the_host_runs_ahead_until_it_synchronizes(world):
-    assert run(world, cases.nothing_waits_for_the_device) == (False, True, [2.0, 2.0])
+    assert world.call(cases.nothing_waits_for_the_device) == (False, True, [2.0, 2.0])
 
 
 def test_memory_that_another_stream_uses_is_kept(world):
-    assert run(world, cases.freed_too_early, True) == [2.0] * 3
+    assert world.call(cases.freed_too_early, True) == [2.0] * 3
 
 
 def test_memory_without_a_word_about_its_use_is_used_again(world):
-    assert all(math.isnan(x) for x in run(world, cases.freed_too_early, False))
+    assert all(math.isnan(x) for x in world.call(cases.freed_too_early, False))
 
 
 def test_errors_travel_along_events(world):
-    assert run(world, cases.errors) == ["broken", "broken", ""]
+    assert world.call(cases.errors) == ["broken", "broken", ""]
 
 
 def test_devices_say_what_they_are(world):
-    named, first, missing, lane, doctor = run(world, cases.devices)
+    named, first, missing, lane, doctor = world.call(cases.devices)
     assert (named, first, lane) == ("StreamBackend('npu:0')", "npu:0", "StreamLane('copy' on npu:0)")
     assert missing == "device 'npu:3' is not here: torch_npu sees 1 devices; use device 'cpu'"
     assert "npu:0 (stand-in), torch_npu stand-in" in doctor

@@ -19,25 +19,18 @@ def world() -> Iterator[GlooWorld]:
     made.close()
 
 
-def run(world: GlooWorld, function, *arguments):
-    (result,) = world.run(function, *arguments)
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
 @pytest.mark.parametrize("group", [group for group in cases.GROUPS if "soak" not in group])
 def test_rows_on_a_device_have_the_bits_of_the_cpu(world, group):
-    assert run(world, cases.differences, group) == []
+    assert world.call(cases.differences, group) == []
 
 
 @pytest.mark.soak
 def test_soak_hot_rows_on_a_device_have_the_bits_of_the_cpu(world):
-    assert run(world, cases.differences, "soak: hot rows") == []
+    assert world.call(cases.differences, "soak: hot rows") == []
 
 
 def test_what_is_elsewhere_or_out_of_range_is_refused(world):
-    placed, ranged, apart, grads = run(world, cases.errors)
+    placed, ranged, apart, grads = world.call(cases.errors)
     assert placed == "TypeError: gather_rows: index must be an int64 CPU tensor, got int64 on npu (shape [2])"
     assert ranged == "IndexError: gather_rows: index must lie in [0, 4), got 4 at position 1"
     assert apart == (
