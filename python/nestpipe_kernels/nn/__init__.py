@@ -1,4 +1,4 @@
-"""Embedding modules: collections of pooled and unpooled tables whose rows live in sharded stores."""
+"""Embedding modules: collections of tables whose rows live in sharded stores, and drop-ins for torch.nn's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .configs import EmbeddingBagConfig, EmbeddingConfig
+    from .embedding import Embedding
+    from .embedding_bag import EmbeddingBag
     from .embedding_bag_collection import EmbeddingBagCollection
     from .embedding_collection import EmbeddingCollection
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+]
 
 _HOMES = {
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding_bag",
     "EmbeddingBagCollection": "embedding_bag_collection",
     "EmbeddingBagConfig": "configs",
     "EmbeddingCollection": "embedding_collection",

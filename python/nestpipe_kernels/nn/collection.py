@@ -277,7 +277,11 @@ class Collection(nn.Module):
         if self._sparse is None:
             return
         for config in self._configs:
-            destination[f"{prefix}{self._tables_attribute}.{config.name}.weight"] = self._sparse.read(config.name)
+            destination[prefix + self._weight_key(config.name)] = self._sparse.read(config.name)
+
+    def _weight_key(self, table: str) -> str:
+        """The table's key in a state dict, after the module's prefix."""
+        return f"{self._tables_attribute}.{table}.weight"
 
     def _load_from_state_dict(
         self,
@@ -291,7 +295,7 @@ class Collection(nn.Module):
     ) -> None:
         ours: dict[str, Any] = {}
         if self._sparse is not None:
-            start = f"{prefix}{self._tables_attribute}."
+            start = prefix + self._weight_key("").removesuffix(".weight")
             ours = {key: value for key, value in state_dict.items() if key.startswith(start)}
             state_dict = {key: value for key, value in state_dict.items() if key not in ours}
         super()._load_from_state_dict(
@@ -301,7 +305,7 @@ class Collection(nn.Module):
             return
         found: dict[str, Tensor] = {}
         for config in self._configs:
-            key = f"{prefix}{self._tables_attribute}.{config.name}.weight"
+            key = prefix + self._weight_key(config.name)
             if key in ours:
                 found[config.name] = ours.pop(key)
             elif strict:

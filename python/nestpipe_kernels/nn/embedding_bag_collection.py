@@ -44,6 +44,8 @@ class EmbeddingBagCollection(Collection):
     _kind = EmbeddingBagConfig
     _pooled = True
     _tables_attribute = "embedding_bags"
+    output_class: Any = KeyedTensor
+    """What forward returns; a class of the same constructor."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class EmbeddingBagCollection(Collection):
     def _weighted(self) -> bool | None:
         return self._is_weighted
 
-    def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> KeyedTensor:
-        return KeyedTensor(self._layout.output_names, self._layout.output_dims, outputs[0])
+    def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> Any:
+        return self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])
 
     def _parameter_outputs(self, batch: CallInput, weights: Mapping[str, Tensor]) -> Sequence[Tensor]:
         segments = self._layout.segments

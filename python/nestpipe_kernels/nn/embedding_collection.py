@@ -44,6 +44,8 @@ class EmbeddingCollection(Collection):
     _kind = EmbeddingConfig
     _pooled = False
     _tables_attribute = "embeddings"
+    output_class: Any = JaggedTensor
+    """What forward returns, per output name; a class of the same constructor."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class EmbeddingCollection(Collection):
     def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> dict[str, JaggedTensor]:
         result: dict[str, JaggedTensor] = {}
         for segment, output in zip(self._layout.segments, outputs, strict=True):
-            result[segment.output_name] = JaggedTensor(
+            result[segment.output_name] = self.output_class(
                 output,
                 weights=batch.values[batch.slice_of(segment.feature)] if self._need_indices else None,
                 lengths=batch.lengths[batch.keys.index(segment.feature)],

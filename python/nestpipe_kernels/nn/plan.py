@@ -16,7 +16,7 @@ from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn.layout import Layout, Segment, StoreGroup
 from nestpipe_kernels.types import KeyedJaggedLike, LookupCall, PoolingType, StoreKeys
 
-__all__ = ["CallInput", "check_ids", "plan_lookup", "read_features"]
+__all__ = ["CallInput", "Samples", "check_ids", "checked_values", "plan_lookup", "read_features"]
 
 
 @dataclass
@@ -69,7 +69,7 @@ def read_features(features: Any, needed: Sequence[str], owner: str, weighted: bo
         raise ValueError(f"{owner}: features {missing} are missing from the input, which has {keys}")
     if getattr(features, "variable_stride_per_key", bool)():
         raise ValueError(f"{owner}: a batch size per key is not supported; give every key the same number of samples")
-    values = _checked_values(features.values(), owner)
+    values = checked_values(features.values(), owner)
     lengths, starts = _checked_lengths(features, len(keys), values.numel(), owner)
     caller_weights = _checked_weights(features, values.numel(), owner, weighted)
     return CallInput(
@@ -108,7 +108,7 @@ def plan_lookup(
         weights=batch.caller_weights,
         weight_positions=[positions for _, positions, _ in planned],
         signature=signature,
-        samples=_Samples([samples for _, _, samples in planned]),
+        samples=Samples([samples for _, _, samples in planned]),
     )
 
 
@@ -124,7 +124,7 @@ def check_ids(layout: Layout, batch: CallInput, owner: str) -> None:
         _check_range(segment, batch, owner)
 
 
-class _Samples(Sequence[Tensor]):
+class Samples(Sequence[Tensor]):
     """Of each store, the sample of every key; made when asked for: only clustering asks."""
 
     def __init__(self, makers: Sequence[Callable[[], Tensor]]) -> None:
@@ -136,7 +136,7 @@ class _Samples(Sequence[Tensor]):
     def __getitem__(self, store: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, store: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(store, slice):
-            return _Samples(self._makers[store])
+            return Samples(self._makers[store])
         return self._makers[store]()
 
     def __len__(self) -> int:
@@ -221,7 +221,8 @@ def _check_range(segment: Segment, batch: CallInput, owner: str) -> None:
     )
 
 
-def _checked_values(values: Tensor, owner: str) -> Tensor:
+def checked_values(values: Tensor, owner: str) -> Tensor:
+    """int64 [n], a copy of one dimension of ids. Raises TypeError for another dtype, shape or device."""
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
         raise TypeError(
             f"{owner}: feature values must be int64 (or int32) [n], got {_describe(values)}; "

@@ -152,12 +152,12 @@ def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
     for name, features in inputs.items():
         calls = [rank.modules[name].plan_call(f) for f in features]
         for store in range(len(rank.modules[name].row_stores())):
-            mapped = [(c.samples[store], c.stores[store]) for c in calls if c.samples and c.samples[store] is not None]
+            mapped = [(s, c.stores[store]) for c in calls if (s := _samples_of(c, store, batch.size)) is not None]
             if not mapped:
                 continue
             distinct = dedup(torch.cat([keys.keys for _, keys in mapped]), torch.cat([k.tables for _, k in mapped]))
             ids.append(distinct.inverse.to(torch.int64) + base)
-            samples.append(torch.cat([s for s, _ in mapped if s is not None]))
+            samples.append(torch.cat([s for s, _ in mapped]))
             base += len(distinct.unique_index)
     if not samples:
         return torch.arange(batch.size)
@@ -166,6 +166,12 @@ def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
     torch.cumsum(counts, 0, out=offsets[1:])
     objective = "resend" if rank.track_use else "send_once"
     return cluster(offsets, torch.cat(ids)[by_sample], rank.num_micro_batches, objective)
+
+
+def _samples_of(call: LookupCall, store: int, size: int) -> Tensor | None:
+    """The sample of each key, where the call tells; a dimension that is longer than the batch tells nothing."""
+    samples = call.samples[store] if call.samples else None
+    return None if samples is None or (len(samples) and int(samples.max()) >= size) else samples
 
 
 def concat_keys(calls: Sequence[StoreKeys]) -> StoreKeys:

@@ -1,0 +1,153 @@
+"""`weight` of a drop-in: reads like a tensor of all rows, is read when an operation uses it, and cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TableWeight"]
+
+
+class TableWeight:
+    """All rows of a module's table, [num_embeddings, embedding_dim], float32.
+
+    Operations of torch take it where they take a tensor; each of them reads the rows as they are then. With gradients
+    enabled, what is computed from them trains all rows. Asking for the shape, dtype or device reads nothing.
+
+    Raises:
+        TypeError: an operation would write to it, which would change a copy.
+    """
+
+    def __init__(self, module: Any, detached: bool = False) -> None:
+        self._module = module
+        self._detached = detached
+
+    @property
+    def module(self) -> Any:
+        """The module whose table it is."""
+        return self._module
+
+    def tensor(self) -> Tensor:
+        """The rows, a copy; part of the graph unless detached."""
+        rows: Tensor = self._module.weight_tensor(self._detached)
+        return rows
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        name = getattr(function, "__name__", str(function))
+        target = args[0] if args else next(iter(given.values()), None)
+        writes = name.endswith("_") and not name.endswith("__")
+        for written in ([target] if writes else []) + [given.get("out")]:
+            if isinstance(written, TableWeight):
+                raise written._refused(name)
+        read: dict[int, Tensor] = {}
+        return function(*_read(args, read), **_read(given, read))
+
+    def _refused(self, what: str) -> TypeError:
+        return TypeError(
+            f"{self._module.described}: {what} would write to a copy of the rows; write them with "
+            "load_state_dict(), or fill them before nk.convert"
+        )
+
+    # --------------------------------------------------------------------------------- what needs no rows
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_embeddings, embedding_dim]"""
+        return torch.Size((self._module.num_embeddings, self._module.embedding_dim))
+
+    def size(self, dim: int | None = None) -> Any:
+        """As Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """2"""
+        return 2
+
+    ndim = property(dim)
+    dtype = torch.float32
+
+    def numel(self) -> int:
+        """Elements of all rows."""
+        return self.shape.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups' outputs are."""
+        device: torch.device = self._module.table_module.output_device
+        return device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the table is trained."""
+        return not self._detached and bool(self._module.trainable)
+
+    grad = None
+
+    @property
+    def data(self) -> TableWeight:
+        """The same without a graph."""
+        return TableWeight(self._module, detached=True)
+
+    def detach(self) -> TableWeight:
+        """The same without a graph."""
+        return self.data
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __repr__(self) -> str:
+        return f"TableWeight({self._module.described}, {list(self.shape)})"
+
+    # ---------------------------------------------------------------------------------- what reads the rows
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"'TableWeight' has no attribute {name!r}")
+        if name.endswith("_"):
+            raise self._refused(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._refused("assignment")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensor())
+
+    def __array__(self, *args: Any) -> Any:
+        return self.tensor().detach().numpy().__array__(*args)
+
+
+def _read(tree: Any, read: dict[int, Tensor]) -> Any:
+    """Arguments with tensors in place of weights; one tensor for each, however often it is there."""
+    if isinstance(tree, TableWeight):
+        if id(tree) not in read:
+            read[id(tree)] = tree.tensor()
+        return read[id(tree)]
+    if type(tree) in (list, tuple):
+        return type(tree)(_read(item, read) for item in tree)
+    if type(tree) is dict:
+        return {key: _read(value, read) for key, value in tree.items()}
+    return tree
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: TableWeight, *args: Any) -> Any:
+        rows = self.tensor()
+        return getattr(rows, name)(*_read(args, {id(self): rows}))
+
+    apply.__name__ = name
+    return apply
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OPERATORS = (*_BINARY, *("r" + name for name in _BINARY), "neg", "abs", "lt", "le", "gt", "ge")
+for _name in _OPERATORS:
+    setattr(TableWeight, f"__{_name}__", _operator(f"__{_name}__"))
