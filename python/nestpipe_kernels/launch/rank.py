@@ -47,7 +47,12 @@ def init_rank(timeout_s: float = 300.0) -> tuple[int, int]:
         )
     _end_with_launcher()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        # Met first, then initialised: torch counts an initialisation even where the meeting fails, names groups by that
+        # count, and ranks that counted differently would wait for each other's names.
+        limit = timedelta(seconds=timeout_s)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise CommunicationError(
