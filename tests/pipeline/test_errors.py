@@ -440,10 +440,13 @@ def test_modules_of_different_process_groups():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"schedule": "dbp"}, "ranks disagree on schedule: rank 1 has dbp, rank 0 has something else"),
-        ({"num_micro_batches": 3}, "ranks disagree on num_micro_batches: rank 1 has 3, rank 0 has something else"),
-        ({"row_transfer": "per_micro_batch"}, "ranks disagree on row_transfer: rank 1 has per_micro_batch, rank 0 has"),
-        ({"nan_policy": "skip_row"}, "ranks disagree on nan_policy: rank 1 has skip_row, rank 0 has something else"),
+        ({"schedule": "dbp"}, "ranks disagree on schedule: rank 1 has dbp, rank 0 has nested; "),
+        ({"num_micro_batches": 3}, "ranks disagree on num_micro_batches: rank 1 has 3, rank 0 has 2; "),
+        (
+            {"row_transfer": "per_micro_batch"},
+            "ranks disagree on row_transfer: rank 1 has per_micro_batch, rank 0 has once; ",
+        ),
+        ({"nan_policy": "skip_row"}, "ranks disagree on nan_policy: rank 1 has skip_row, rank 0 has raise; "),
     ],
 )
 def test_ranks_that_disagree_are_told_before_anything_is_exchanged(settings, text):

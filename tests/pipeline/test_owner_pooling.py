@@ -183,7 +183,8 @@ def test_ranks_must_agree():
         return str(caught.value)
 
     for text in run_ranks_as_threads(2, body):
-        assert "ranks disagree on owner_pooling" in text
+        assert "ranks disagree on owner_pooling: rank " in text
+        assert " has 'user', 'item'" in text and " has 'user'" in text
 
 
 def test_a_gradient_that_is_not_finite_raises_and_names_the_keys():

@@ -158,4 +158,4 @@ def test_ranks_that_disagree_on_a_rule_are_told() -> None:
         return ""
 
     for message in run_ranks_as_threads(2, body, timeout_s=20.0):
-        assert message.startswith("ranks disagree on embedding tables: ")
+        assert message.startswith("ranks disagree on eviction of table 't' of ")

@@ -65,7 +65,9 @@ class TwoTables(nn.Module):
 
 def test_fault_37_modules_defined_in_another_order_are_an_error_not_a_hang():
     def body(rank, communicator):
-        with pytest.raises(ValueError, match=f"^ranks disagree on embedding tables: rank {rank} has "):
+        with pytest.raises(
+            ValueError, match=f"^ranks disagree on the order of embedding tables: rank {rank} has table "
+        ):
             make_pipeline(TwoTables(communicator, "ba" if rank else "ab"))
 
     run_ranks_as_threads(2, body, timeout_s=10)

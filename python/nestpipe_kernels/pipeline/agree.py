@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 from torch import Tensor
@@ -11,67 +12,48 @@ from ..comm import exchange_same
 from ..config import PipelineConfig
 from ..stages.messages import Flags, pack_flags, unpack_flags
 from ..stages.state import BatchState, Failure, RankState
+from .facts import common_facts, first_difference
 
 __all__ = ["agree", "exchange_failures", "share_dense"]
 
-_WORDS = 64
-
 
 def agree(rank: RankState, config: PipelineConfig) -> int:
-    """Compare settings, tables and dense parameters over all ranks; the index of the next batch, alike on all.
+    """Compare settings, tables, dense parameters and their optimizer over all ranks; the index of the next batch, alike
+    on all.
 
     It is 0 for empty stores; rows that an earlier pipeline has used know that batch as theirs, and the count goes on.
+    Values travel only where digests differ. Collective.
 
     Raises:
-        ValueError: some rank differs; says in what, with this rank's value.
+        ValueError: some rank differs; names the first setting in which, and the values of this rank and that one.
     """
-    tables = [
-        (
-            b.module_name,
-            t.name,
-            t.num_embeddings,
-            b.store.dim,
-            repr(b.store.optimizer),
-            repr(t.init),
-            t.seed,
-            t.trainable,
-            b.store.data_type.value,
-            b.store.stochastic_rounding,
-            repr(t.admission),
-            repr(t.eviction),
-            repr(t.default),
-        )
-        for b in rank.bindings
-        for t in b.store.tables
-    ]
-    facts = {
-        "schedule": config.schedule,
-        "num_micro_batches": config.num_micro_batches,
-        "device": rank.backend.kind,
-        "row_transfer": config.row_transfer,
-        "early_send": config.early_send,
-        "owner_pooling": [b.pooled for b in rank.bindings] + [rank.owner_pooling_auto],
-        "edge_share": float(config.edge_share),
-        "row_wire": config.row_wire,
-        "gradient_wire": config.gradient_wire,
-        "nan_policy": config.nan_policy,
-        "loss_weighting": config.loss_weighting,
-        "sparse groups": rank.topology.settings,
-        "embedding tables": tables,
-        "dense parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in rank.dense_parameters],
-    }
+    facts = common_facts(rank, config)
     newest = max((binding.store.last_batch for binding in rank.bindings), default=-1)
-    mine = torch.tensor([_digest(repr(value)) for value in facts.values()] + [0] * (_WORDS - len(facts)))
-    mine[-1] = newest
-    everyone = exchange_same(rank.communicator.group("control"), mine, "agree").wait()
-    for k, (name, value) in enumerate(facts.items()):
+    texts = [json.dumps(list(entries.items())) for entries in facts.values()]
+    mine = torch.tensor([*map(_digest, texts), newest])
+    group = rank.communicator.group("control")
+    everyone = exchange_same(group, mine, "agree").wait()
+    for k, name in enumerate(facts):
         others = [r for r in range(rank.communicator.size) if int(everyone[r, k]) != int(mine[k])]
-        if others:
+        if others:  # on every rank alike, so all of them come here with the same k
+            theirs = dict(json.loads(_exchange_texts(rank, texts[k])[others[0]]))
+            what, here, there = first_difference(name, facts[name], theirs)
             raise ValueError(
-                f"ranks disagree on {name}: rank {rank.communicator.rank} has {str(value)[:200]}, "
-                f"rank {others[0]} has something else; construct the pipeline alike on all ranks"
+                f"ranks disagree on {what}: rank {rank.communicator.rank} has {here}, rank {others[0]} has {there}; "
+                "construct the pipeline alike on all ranks"
             )
     return int(everyone[:, -1].max()) + 1
+
+
+def _exchange_texts(rank: RankState, mine: str) -> list[str]:
+    """Every rank's text. Collective."""
+    group = rank.communicator.group("control")
+    data = mine.encode()
+    sizes = exchange_same(group, torch.tensor([len(data)]), "agree/sizes").wait().flatten().tolist()
+    words = torch.zeros(-(-max(sizes) // 8), dtype=torch.int64)
+    words.view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = exchange_same(group, words, "agree/texts").wait()
+    return [bytes(row.contiguous().view(torch.uint8)[:size].tolist()).decode() for row, size in zip(everyone, sizes)]
 
 
 def share_dense(rank: RankState, model: torch.nn.Module) -> None:
