@@ -13,7 +13,7 @@ from tool_cases import change_bit, rewrite, run, save_world
 from nestpipe_kernels.checkpoint.files import TensorFileWriter, open_tensor_file
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.tools import verify as module
-from nestpipe_kernels.checkpoint.tools.text import Progress
+from nestpipe_kernels.checkpoint.tools.text import Progress, size
 
 ROWS = "g00000001-t000-r00000-p000.safetensors"
 
@@ -23,7 +23,11 @@ def test_a_whole_checkpoint(tmp_path, capsys, world: int) -> None:
     save_world(tmp_path, world, admission="exact")
     code, out, error = run(capsys, "verify", tmp_path)
     assert code == 0 and error == ""
-    assert out.startswith(f"{tmp_path}: {5 * world + 1} files as written, ")
+    files = list(tmp_path.glob("[gm]*"))
+    assert len(files) == 5 * world + 2
+    told = f"{len(files)} files as written, {size(sum(file.stat().st_size for file in files))} read "
+    assert out.startswith(f"{tmp_path}: {told}")
+    assert f", {len(files)} files, {told.split(', ')[1].removesuffix(' read ')}" in run(capsys, "inspect", tmp_path)[1]
 
 
 def test_all_problems_are_named(tmp_path, capsys) -> None:
@@ -47,7 +51,7 @@ def test_all_problems_are_named(tmp_path, capsys) -> None:
         assert sum(word in line for line in lines) == 1, out
     assert any("g00000001-r00001.safetensors is missing" in line for line in lines)
     assert any("g00000001-t001-r00000-p000.safetensors must have" in line and "got 100" in line for line in lines)
-    assert "5 problems in 4 of 9 files" in lines[-1]
+    assert "5 problems in 4 of 10 files" in lines[-1]
 
 
 def test_every_flipped_bit_is_found(tmp_path, capsys) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from nestpipe_kernels.checkpoint.files import TensorFile, open_tensor_file
 from nestpipe_kernels.checkpoint.manifest import Manifest
 from nestpipe_kernels.checkpoint.manifest_parts import TableFile, TableRecord
+from nestpipe_kernels.checkpoint.names import MANIFEST_NAME
 from nestpipe_kernels.checkpoint.tools.directory import describe_leftovers, leftovers, read_manifest
 from nestpipe_kernels.checkpoint.tools.hashing import hash_keys, hash_name, shards_of, slices_of
 from nestpipe_kernels.checkpoint.tools.merge import check_sorted
@@ -29,8 +30,8 @@ class Report:
     Attributes:
         problems: one line each; empty if the checkpoint is as it was written.
         bad_files: names of the files that the problems are in.
-        num_files: files that were looked at.
-        num_bytes: bytes that were read.
+        num_files: files that were looked at, the manifest included.
+        num_bytes: bytes that were read, headers and the manifest included.
         rate: how long that took, and how fast it was, in words.
         leftovers: files of an unfinished save, in words; None without any. They do no harm.
     """
@@ -56,8 +57,10 @@ def verify(directory: Path, progress: Callable[[str], None] | None = None) -> Re
     """
     manifest = read_manifest(directory)
     tables = {file.name: (table, file) for table in manifest.tables for file in table.files}
-    meter = Progress("verify", sum(record.size for record in manifest.files.values()), progress)
-    report = Report(num_files=len(manifest.files))
+    own_size = (directory / MANIFEST_NAME).stat().st_size
+    meter = Progress("verify", own_size + sum(record.size for record in manifest.files.values()), progress)
+    meter.add(own_size)
+    report = Report(num_files=len(manifest.files) + 1)
     for name in sorted(manifest.files):
         found = _file_problems(directory, manifest, name, tables.get(name), meter)
         if found:
@@ -78,6 +81,7 @@ def _file_problems(
         return [_text(error)]
     problems = []
     with file:
+        meter.add(manifest.files[name].size - sum(region.size for region in file.regions.values()))  # the header
         for tensor, region in file.regions.items():
             try:
                 for piece in file.pieces(tensor):
