@@ -20,7 +20,7 @@ from nestpipe_kernels.bench.link_meter import LinkMeter
 from nestpipe_kernels.bench.pipeline_lines import BASELINE, make_lines, table
 from nestpipe_kernels.bench.pipeline_runs import FILL_STEPS, IMPLEMENTATIONS, Ours
 from nestpipe_kernels.bench.pipeline_shapes import SHAPES, PipelineShape, make_batches, sized
-from nestpipe_kernels.config import PipelineConfig, default_threads, process_environment
+from nestpipe_kernels.config import default_threads, process_environment
 from nestpipe_kernels.launch import Network, init_rank, run_ranks
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.launch.network import bits_per_second
@@ -71,7 +71,6 @@ def _shape(parsed: argparse.Namespace, rate: str | None) -> PipelineShape:
     shape = SHAPES[parsed.shape]
     if parsed.edge_share is not None:
         shape = replace(shape, edge_share=parsed.edge_share)
-    PipelineConfig(edge_share=shape.edge_share)  # says what is wrong with it
     return sized(shape, _rate_of(rate), parsed.ranks)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "non_negative",
     "positive",
     "process_environment",
+    "share",
 ]
 
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
@@ -203,4 +204,15 @@ def non_negative(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number > 0 and <= 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number > 0 and <= 1, got {text!r}")
     return value

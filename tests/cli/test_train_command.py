@@ -58,6 +58,34 @@ def test_early_send_is_identical_too(capsys) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "setting", "expected"),
+    [
+        ("--edge-share", "0.4", "edge_share", 0.4),
+        ("--owner-pooling", "all", "owner_pooling", True),
+        ("--owner-pooling", "auto", "owner_pooling", "auto"),
+        ("--owner-pooling", "history, item", "owner_pooling", ("history", "item")),
+    ],
+)
+def test_settings_reach_both_schedules(capsys, monkeypatch, option, value, setting, expected) -> None:
+    from nestpipe_kernels.cli import training
+
+    given = []
+
+    class Noted(training.NestedPipeline):
+        def __init__(self, *arguments) -> None:
+            given.append(arguments[3])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(training, "NestedPipeline", Noted)
+    assert main(["train", "--compare", option, value, *SMALL]) == 0
+    assert "result: identical (nested against sequential: losses of 4 steps" in capsys.readouterr().out
+    assert [(config.schedule, getattr(config, setting)) for config in given] == [
+        ("sequential", expected),
+        ("nested", expected),
+    ]
+
+
 def test_the_number_of_micro_batches_can_be_left_to_measurement(capsys) -> None:
     settings = ["--micro-batches", "auto", "--steps", "24", "--emulate-accelerator", "8"]
     assert main(["train", *SMALL, *settings]) == 0
@@ -99,7 +127,8 @@ def test_two_ranks_compare_and_write_files(tmp_path) -> None:
     """Real processes over gloo, uneven last batches, both timelines with both ranks."""
     command = [sys.executable, "-m", "nestpipe_kernels", "train", "--nproc", "2", "--compare", *SMALL]
     files = ["--timeline", str(tmp_path / "step.json"), "--json", str(tmp_path / "result.json")]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=100)
+    settings = ["--sparse-groups", "2", "--edge-share", "0.5"]
+    done = subprocess.run([*command, *files, *settings], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "bit for bit on 2 ranks" in done.stdout
     for name in ("step.json", "step.sequential.json"):
@@ -109,6 +138,9 @@ def test_two_ranks_compare_and_write_files(tmp_path) -> None:
     assert result["identical"] is True
     assert [len(run["losses"]) for run in result["schedules"]["nested"]] == [4, 4]
     assert {"versions", "cpu", "options"} <= set(result)
+    assert (result["options"]["sparse_groups"], result["options"]["edge_share"]) == (2, 0.5)
+    for run in result["schedules"]["nested"]:
+        assert "replica" in " ".join(run["busy_ms"]), run["busy_ms"]  # both copies are there
 
 
 @pytest.mark.multiprocess

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nestpipe_kernels.cli.parser import LazyParser
-from nestpipe_kernels.config import non_negative, positive
+from nestpipe_kernels.config import non_negative, positive, share
 
 __all__ = ["add_bench"]
 
@@ -142,7 +142,7 @@ def _add_pipeline(cases: Any) -> None:
         "--micro-batches", type=positive, metavar="N", default=None, help="parts of a batch (the shape's)"
     )
     case.add_argument(
-        "--edge-share", type=float, metavar="PART", default=None, help="as in PipelineConfig (the shape's)"
+        "--edge-share", type=share, metavar="PART", default=None, help="as in PipelineConfig (the shape's)"
     )
     only = "beside sequential: dbp, fwp, nested, nested+early, nested+pooled, async (all)"
     case.add_argument("--only", nargs="+", metavar="IMPL", default=None, help=only)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, non_negative, positive, process_environment
+from nestpipe_kernels.config import SCHEDULE_NAMES, WIRE_FORMATS, non_negative, positive, process_environment, share
 
 __all__ = ["OPTIMIZERS", "TrainOptions", "add_train"]
 
@@ -53,6 +53,9 @@ class TrainOptions:
     row_wire: str = "fp32"
     gradient_wire: str = "fp32"
     early_send: bool = False
+    edge_share: float = 1.0
+    owner_pooling: bool | Literal["auto"] | tuple[str, ...] = False
+    sparse_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.compare and self.checkpoint is not None:
@@ -69,6 +72,12 @@ class TrainOptions:
             raise ValueError(f"--timeline must end in {', '.join(TIMELINE_SUFFIXES)}, got {self.timeline!r}")
         if self.early_send and (self.schedule, self.row_transfer) != ("nested", "once"):
             raise ValueError("--early-send needs --schedule nested and --row-transfer once")
+        if self.owner_pooling and (self.early_send or self.row_transfer != "once" or self.sparse_groups > 1):
+            raise ValueError(
+                "--owner-pooling needs --row-transfer once, and goes with neither --early-send nor --sparse-groups"
+            )
+        if self.early_send and self.sparse_groups > 1:
+            raise ValueError("--early-send does not go with --sparse-groups")
         if self.compare and self.micro_batches == "auto":
             raise ValueError("--compare needs one number of micro-batches for both schedules, not auto")
         if self.row_transfer == "per_micro_batch" and self.micro_batches != "auto" and self.micro_batches > 63:
@@ -97,6 +106,18 @@ def _micro_batches(text: str) -> int | Literal["auto"]:
         return positive(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; or auto") from None
+
+
+def _pooling(text: str) -> bool | Literal["auto"] | tuple[str, ...]:
+    """As PipelineConfig takes it."""
+    if text == "auto":
+        return "auto"
+    if text == "all":
+        return True
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be auto, all, or names of features with commas, got {text!r}")
+    return names
 
 
 def add_train(commands: Any) -> None:
@@ -134,6 +155,16 @@ def add_train(commands: Any) -> None:
     )
     how.add_argument("--row-transfer", choices=("once", "per_micro_batch"), default="once", help="once (default)")
     how.add_argument("--early-send", action="store_true", help="rows leave before their batch's turn (nested)")
+    how.add_argument(
+        "--edge-share", type=share, default=1.0, metavar="PART", help="of the first and last micro-batch: size (1)"
+    )
+    how.add_argument(
+        "--owner-pooling", type=_pooling, default=False, metavar="WHICH",
+        help="owners add the rows of a bag up: for all features, where it is fewer bytes (auto), or those named (a,b)",
+    )  # fmt: skip
+    how.add_argument(
+        "--sparse-groups", type=positive, default=1, metavar="N", help="copies of the tables among the ranks (1)"
+    )
     how.add_argument("--row-wire", choices=WIRE_FORMATS, default="fp32", help="rows travel as: fp32 (default)")
     how.add_argument("--gradient-wire", choices=WIRE_FORMATS, default="fp32", help="their gradients: fp32 (default)")
     how.add_argument("--clustering", choices=("key", "none"), default="key", help="key (default)")

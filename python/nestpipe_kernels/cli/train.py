@@ -18,7 +18,8 @@ from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.report import explain, table
 from nestpipe_kernels.cli.snapshot import first_difference
 from nestpipe_kernels.cli.training import TrainingRun, train_once
-from nestpipe_kernels.config import process_environment
+from nestpipe_kernels.comm import SparseGroups
+from nestpipe_kernels.config import launched_ranks, process_environment
 from nestpipe_kernels.data import Batch, Dataset, SyntheticConfig, batches, open_data
 from nestpipe_kernels.errors import NestPipeError
 from nestpipe_kernels.launch import init_rank, run_ranks
@@ -49,6 +50,7 @@ def train(options: TrainOptions, arguments: Sequence[str]) -> int:
         NestPipeError: training failed, or ResultsDifferError.
     """
     launched = bool(process_environment().get("RANK"))
+    SparseGroups(options.sparse_groups).check_world(launched_ranks() if launched else options.nproc)
     made: list[Path] = []
     if not launched:
         _check_outputs(options)
@@ -64,6 +66,7 @@ def _start(options: TrainOptions, arguments: Sequence[str], launched: bool) -> i
     if options.nproc > 1 and not launched:
         dataset = _open(options)  # bad data is one error here, not one of each rank
         _check_size(dataset, options.nproc)
+        _check_features(options, dataset)
         command = [sys.executable, "-m", "nestpipe_kernels", *arguments, "--nproc", "1"]
         return run_ranks(command, options.nproc, timeout_s=options.timeout)
     rank, world_size = init_rank(options.timeout)
@@ -131,6 +134,16 @@ def _check_size(dataset: Dataset, world_size: int) -> None:
         raise ValueError(f"--data: {dataset.name} has {len(dataset)} samples, too few for {world_size} ranks")
 
 
+def _check_features(options: TrainOptions, dataset: Dataset) -> None:
+    if isinstance(options.owner_pooling, tuple):
+        there = [feature for table in dataset.tables for feature in table.feature_names]
+        unknown = [name for name in options.owner_pooling if name not in there]
+        if unknown:
+            raise ValueError(
+                f"--owner-pooling: no feature {unknown[0]!r} in {dataset.name}; there are {', '.join(there)}"
+            )
+
+
 def _num_steps(options: TrainOptions, dataset: Dataset, world_size: int) -> int:
     if options.steps is not None:
         return options.steps
@@ -140,6 +153,7 @@ def _num_steps(options: TrainOptions, dataset: Dataset, world_size: int) -> int:
 def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
     dataset = _open(options)
     _check_size(dataset, world_size)
+    _check_features(options, dataset)
     steps = _num_steps(options, dataset, world_size)
     stream = batches(dataset, options.batch_size, rank, world_size, epochs=None)
     if rank == 0:
@@ -167,6 +181,7 @@ def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
             make_optimizer(options),
             seed=options.seed,
             embedding_dim=options.dim,
+            sparse_groups=options.sparse_groups,
         )
         source: Iterable[Batch] = itertools.islice(stream, steps) if drawn is None else drawn
         if checkpoints is not None:

@@ -134,6 +134,8 @@ def train_once(
         num_micro_batches=options.micro_batches,
         row_transfer=options.row_transfer,
         early_send=options.early_send and schedule == "nested",
+        edge_share=options.edge_share,
+        owner_pooling=options.owner_pooling,
         row_wire=options.row_wire,
         gradient_wire=options.gradient_wire,
         clustering=options.clustering,

@@ -52,6 +52,15 @@ class SparseGroups:
         """ "one" copy, "exact" or "average"."""
         return "one" if self.count == 1 else self.sync
 
+    def check_world(self, size: int) -> None:
+        """Raises ValueError: `count` does not divide a number of ranks; names those that do."""
+        if size % self.count:
+            fitting = [str(n) for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(
+                f"sparse_groups: {self.count} groups do not divide the {size} rank{'s' * (size > 1)} "
+                f"of the process group; choose {'one of ' * (size > 1)}{', '.join(fitting)}"
+            )
+
 
 def checked_groups(value: object, who: str) -> SparseGroups:
     """The settings that an argument `sparse_groups` stands for: a number is that of groups that sync exactly.
@@ -80,12 +89,7 @@ class Topology:
         """Raises ValueError: `settings.count` does not divide the number of ranks."""
         self.world = world
         self.settings = settings = settings or SparseGroups()
-        if world.size % settings.count:
-            fitting = [str(n) for n in range(1, world.size + 1) if world.size % n == 0]
-            raise ValueError(
-                f"sparse_groups: {settings.count} groups do not divide the {world.size} rank{'s' * (world.size > 1)} "
-                f"of the process group; choose {'one of ' * (world.size > 1)}{', '.join(fitting)}"
-            )
+        settings.check_world(world.size)
         self.num_groups = settings.count
         self.num_shards = world.size // settings.count
         self.group_number, self.shard = divmod(world.rank, self.num_shards)

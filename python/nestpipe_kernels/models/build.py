@@ -25,6 +25,7 @@ def build(
     top_mlp: Sequence[int] = (256, 64),
     device: torch.device | str | None = None,
     process_group: Any = None,
+    sparse_groups: Any = 1,
 ) -> DLRM:
     """A model for the data set's features, over tables with an open vocabulary and mean pooling.
 
@@ -38,6 +39,7 @@ def build(
         top_mlp: hidden sizes of the top MLP.
         device: where the model lives; None for the CPU.
         process_group: ranks that share the tables; None for the default group.
+        sparse_groups: copies of the tables among them, as EmbeddingBagCollection takes it.
 
     Raises:
         ValueError: an unknown model or sizes that make no sense.
@@ -59,7 +61,7 @@ def build(
         for table in dataset.tables
     ]
     collection = EmbeddingBagCollection(
-        tables, device=device, optimizer=optimizer, seed=seed, process_group=process_group
+        tables, device=device, optimizer=optimizer, seed=seed, process_group=process_group, sparse_groups=sparse_groups
     )
     model = DLRM(collection, dataset.num_dense, (*bottom_mlp[:-1], embedding_dim), top_mlp, seed)
     return model if device is None else model.to(device)
