@@ -22,6 +22,17 @@ LONG = (
 """Files of one process whose tests take long."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-seed", type=int, help="of tests that otherwise take theirs from the clock")
+
+
+@pytest.fixture
+def random_seed(request: pytest.FixtureRequest) -> int | None:
+    """What --random-seed says: the one case to run; None: cases from the clock on."""
+    given: int | None = request.config.getoption("--random-seed")
+    return given
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starting processes takes long on a machine that has other work; files that do it, and those with few but long
     tests, come first, so that no worker is left alone with one at the end."""
