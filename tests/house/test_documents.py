@@ -75,3 +75,16 @@ def test_links_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def _anchors(document: Path) -> set[str]:
+    """Of its headings, as they are made on the web: lower case, words joined by hyphens."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_into_documents_lead_to_a_heading() -> None:
+    for document in DOCUMENTS:
+        for link, anchor in re.findall(r"\]\(([^):]*)#([^)]+)\)", document.read_text(encoding="utf-8")):
+            target = document.parent / link if link else document
+            assert anchor in _anchors(target), f"{document.name}: {link}#{anchor}"
