@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .config import PipelineConfig
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from .nn.convert import convert, revert
     from .pipeline.counters import StepCounters
     from .pipeline.train_pipeline import NestedPipeline
     from .store import EmbeddingStore, FileTier
@@ -42,12 +43,14 @@ __all__ = [
     "StepCounters",
     "__version__",
     "checkpoint",
+    "convert",
     "errors",
     "init",
     "jagged",
     "nn",
     "optim",
     "policy",
+    "revert",
 ]
 
 __version__ = "0.1.0"
@@ -70,6 +73,8 @@ _HOMES = {
     "PoolingType": "types",
     "SparseGroups": "comm",
     "StepCounters": "pipeline.counters",
+    "convert": "nn.convert",
+    "revert": "nn.convert",
 }
 _SUBMODULES = ("checkpoint", "errors", "init", "jagged", "nn", "optim", "policy")
 

@@ -143,6 +143,11 @@ def test_buffers_and_constants() -> None:
     assert torch.equal(captured.replay(batch)["emb"][0], batch["ids"] + model.shift + 7 + torch.tensor([1, 2, 3]))
 
 
+@pytest.mark.parametrize("row", [[3, 1, 4], [7]])
+def test_rows_that_numpy_repeats_for_every_sample(row: list[int]) -> None:
+    check_replay(lambda m, b: m.emb(torch.LongTensor(np.tile(np.array(row), [len(b["label"]), 1]))))
+
+
 @pytest.mark.parametrize("theirs", [False, True])
 def test_keyed_jagged_built_in_the_model(theirs: bool) -> None:
     cls = pytest.importorskip("torchrec").KeyedJaggedTensor if theirs else KeyedJaggedTensor

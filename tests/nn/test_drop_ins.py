@@ -208,7 +208,6 @@ REFUSED = [
     ("Embedding", {"padding_idx": SIZE}, r"padding_idx must be in \[-12, 12\), got 12"),
     ("Embedding", {"num_embeddings": nk.UNBOUNDED, "padding_idx": 0}, "padding_idx needs a fixed num_embeddings"),
     ("Embedding", {"_weight": torch.zeros(2, 2)}, r"_weight must be float32 \[12, 3\], got torch.float32 \[2, 2\]"),
-    ("Embedding", {"_weight": torch.zeros(SIZE, DIM), "init": init.Zeros()}, "_weight and init contradict"),
     ("Embedding", {"device": "meta"}, "device meta is not supported"),
     ("Embedding", {"optimizer": None}, r"nn.Embedding: pass optimizer=.*torch.nn.Embedding"),
     ("EmbeddingBag", {"optimizer": None}, r"nn.EmbeddingBag: pass optimizer=.*torch.nn.EmbeddingBag"),

@@ -16,6 +16,7 @@ from nestpipe_kernels.capture.recipes import (
     Built,
     Container,
     Features,
+    RepeatedTensor,
     Scalar,
     Traced,
 )
@@ -231,7 +232,7 @@ class Aligner:
             self.program.constants[number] = self._constant(a.tensor, b.tensor, where)
         self._pairs[number] = partner
 
-    def _constant(self, a: torch.Tensor, b: torch.Tensor, where: str) -> torch.Tensor | AffineTensor:
+    def _constant(self, a: torch.Tensor, b: torch.Tensor, where: str) -> torch.Tensor | AffineTensor | RepeatedTensor:
         if a is b:
             return a
         if a.shape == b.shape and a.dtype == b.dtype:
@@ -242,10 +243,24 @@ class Aligner:
                 if bool((gap % step == 0).all()):
                     scale = gap // step
                     return AffineTensor(scale, a.to(torch.int64) - scale * self.sizes[0], a.dtype)
+        if _repeats(a, a, self.sizes[0]) and _repeats(b, a, self.sizes[1]):
+            return RepeatedTensor(a[0].detach().clone())
         raise Unaligned(
             f"{where} uses a tensor that differs between two batch sizes and was not made by recorded operations on "
             f"the batch (but by numpy, or by torch.tensor(...) from numbers read out of the batch?)"
         )
+
+
+def _repeats(tensor: torch.Tensor, other: torch.Tensor, size: int) -> bool:
+    """Whether a tensor is the first row of `other`, once for each of `size` samples."""
+    if (
+        tensor.dtype != other.dtype
+        or tensor.dim() == 0
+        or tensor.shape[0] != size
+        or tensor.shape[1:] != other.shape[1:]
+    ):
+        return False
+    return torch.equal(tensor, other[:1].expand_as(tensor))
 
 
 def _written(operation: Operation, what: str) -> str:

@@ -25,6 +25,7 @@ from nestpipe_kernels.capture.recipes import (
     Container,
     Features,
     FromBags,
+    RepeatedTensor,
     Scalar,
     Traced,
 )
@@ -82,7 +83,7 @@ class Program:
     operations: list[ProgramOperation] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     leaves: dict[int, tuple[Leaf, str]] = field(default_factory=dict)
-    constants: dict[int, Tensor | AffineTensor] = field(default_factory=dict)
+    constants: dict[int, Tensor | AffineTensor | RepeatedTensor] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
     """Names of those constants that are buffers of the model."""
 
@@ -128,7 +129,7 @@ class Program:
                 values[number] = read_leaf(batch, *self.leaves[number])
             else:
                 constant = self.constants[number]
-                values[number] = constant.at(size) if isinstance(constant, AffineTensor) else constant
+                values[number] = constant if isinstance(constant, Tensor) else constant.at(size)
         return values[number]
 
     def _make(self, recipe: Features, values: dict[int, Tensor], batch: Any, size: int) -> Any:

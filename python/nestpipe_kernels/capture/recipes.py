@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nestpipe_kernels.capture.tree import Path
 
-__all__ = ["Affine", "AffineTensor", "BatchItem", "Built", "Container", "Features", "FromBags", "Scalar", "Traced"]
+__all__ = ["Affine", "AffineTensor", "BatchItem", "Built", "Container", "Features", "FromBags", "RepeatedTensor"]
+__all__ += ["Scalar", "Traced"]
 
 
 class Affine(NamedTuple):
@@ -33,6 +34,16 @@ class AffineTensor:
 
     def at(self, size: int) -> Tensor:
         return (self.scale * size + self.offset).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class RepeatedTensor:
+    """A tensor that has the same row for every sample, however it was made."""
+
+    row: Tensor
+
+    def at(self, size: int) -> Tensor:
+        return self.row.expand(size, *self.row.shape).clone()
 
 
 # ------------------------------------------------------------------------------------------- recipes of features

@@ -304,9 +304,6 @@ def _padding_key(owner: str, padding_idx: int | None, config: EmbeddingConfig) -
 def _check_weight(owner: str, weight: Any, config: EmbeddingConfig) -> None:
     if config.is_open:
         raise ValueError(f"{owner}: _weight needs a fixed num_embeddings; fill an open table with store(NAME)")
-    starts = [name for name in _STARTS if getattr(config, name) is not None]
-    if starts:
-        raise ValueError(f"{owner}: _weight and {starts[0]} contradict each other: give one of them")
     shape = [config.num_embeddings, config.embedding_dim]
     if not isinstance(weight, Tensor) or weight.dtype is not torch.float32 or list(weight.shape) != shape:
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__

@@ -28,7 +28,8 @@ class Embedding(TableModule):
         max_norm, norm_type, scale_grad_by_freq: refused, unless left at their defaults.
         sparse: of no effect.
         _weight: float32 [num_embeddings, embedding_dim] to start from, copied. Default: drawn as torch.nn.Embedding
-            does, the same numbers after the same torch.manual_seed; or the table's own rule, if `init` is given.
+            does, the same numbers after the same torch.manual_seed; or the table's own rule, if `init` is given,
+            which otherwise is for rows that come back after eviction.
         _freeze: True: rows are never updated.
         device: CPU, or None.
         dtype: float32, or None.

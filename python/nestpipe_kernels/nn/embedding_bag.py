@@ -28,7 +28,8 @@ class EmbeddingBag(TableModule):
         mode: "sum", "mean" or "max".
         sparse: of no effect.
         _weight: float32 [num_embeddings, embedding_dim] to start from, copied. Default: drawn as torch.nn.EmbeddingBag
-            does, the same numbers after the same torch.manual_seed; or the table's own rule, if `init` is given.
+            does, the same numbers after the same torch.manual_seed; or the table's own rule, if `init` is given,
+            which otherwise is for rows that come back after eviction.
         include_last_offset: offsets have one entry more, the number of ids.
         padding_idx: an id that is left out of its bag; a mean does not count it.
         device: CPU, or None.

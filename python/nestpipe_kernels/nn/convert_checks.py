@@ -1,0 +1,126 @@
+"""What nk.convert refuses: modules and uses of their weights that would not mean the same afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe_kernels.nn import convert_torchrec
+
+__all__ = ["check_module", "check_optimizer", "check_shared", "refusal"]
+
+
+def refusal(name: str, reason: str) -> ValueError:
+    """The error that says why a module cannot be converted, and what to do."""
+    return ValueError(f"convert: {name!r} cannot be converted: {reason}")
+
+
+def check_optimizer(optimizer: Any, where: str) -> None:
+    """Raises TypeError for what is no `nk.optim` object."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{where}: optimizer must be an nk.optim object such as nk.optim.Adam(lr=1e-3), which updates the tables, "
+            f"got torch's {type(optimizer).__name__}; give that one as dense_optimizer"
+        )
+    if not (hasattr(optimizer, "state_floats") and hasattr(optimizer, "hyper")):
+        raise TypeError(
+            f"{where}: optimizer must be an nk.optim object such as nk.optim.Adam(lr=1e-3), got "
+            f"{type(optimizer).__name__}"
+        )
+
+
+def check_module(name: str, module: nn.Module, skip: set[str]) -> None:
+    """Refuse a module that looks rows up and has no counterpart, or one with settings that have none.
+
+    Raises:
+        ValueError: names the module, what is in the way, and what to do.
+    """
+    leave = f"leave it out: skip=[{name!r}]"
+    if name in skip:
+        return
+    if convert_torchrec.is_collection(module):
+        for key, weight in module.named_parameters():
+            _check_weight(f"{name}.{key}", weight, (torch.float32, torch.float16), leave)
+        return
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        reason = _unknown_lookup(module)
+        if reason:
+            raise refusal(name, f"{reason}; convert before that is done, or {leave}")
+        return
+    kind = "EmbeddingBag" if isinstance(module, nn.EmbeddingBag) else "Embedding"
+    if type(module) not in (nn.Embedding, nn.EmbeddingBag) or "forward" in vars(module):
+        raise refusal(
+            name,
+            f"it is a {type(module).__name__}, a variant of torch.nn.{kind} whose forward may do something else; use "
+            f"torch.nn.{kind} itself, or {leave}",
+        )
+    if module._parameters.get("weight") is None:
+        raise refusal(
+            name, f"its weight is computed (by a parametrization, say) and no parameter; undo that, or {leave}"
+        )
+    if module.max_norm is not None:
+        raise refusal(
+            name,
+            f"max_norm={module.max_norm} changes rows during forward, but they must not change before the update; set "
+            f"it to None and normalise what the module returns, or {leave}",
+        )
+    if module.scale_grad_by_freq:
+        raise refusal(name, f"scale_grad_by_freq counts ids in a batch, which is split; set it to False, or {leave}")
+    _check_weight(name, module.weight, (torch.float32,), leave)
+
+
+def _check_weight(name: str, weight: Tensor, dtypes: Sequence[torch.dtype], leave: str) -> None:
+    if weight.device.type == "meta" or nn.parameter.is_lazy(weight):
+        raise refusal(name, f"its weight has no values yet (device meta); materialise it first, or {leave}")
+    if weight.dtype not in dtypes:
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise refusal(
+            name,
+            f"its weight is {kind}, but rows are computed and returned in float32; call .float() on the module "
+            f"(settings data_type=nk.DataType.BF16 stores two bytes per element), or {leave}",
+        )
+    if weight.grad is not None:
+        raise refusal(name, "its weight has a gradient that no optimizer would see; call model.zero_grad() first")
+    hooks = getattr(weight, "_backward_hooks", None) or getattr(weight, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        raise refusal(
+            name, f"its weight has hooks on its gradient, which rows in a store do not run; remove them, or {leave}"
+        )
+
+
+def _unknown_lookup(module: nn.Module) -> str:
+    """Why a module that is no embedding module by type is one all the same."""
+    if isinstance(module, torch.jit.ScriptModule):
+        kind = getattr(module, "original_name", "")
+        return f"it is a compiled {kind} (torch.jit)" if kind in ("Embedding", "EmbeddingBag") else ""
+    home = type(module).__module__
+    foreign = home.startswith(("torchrec.", "fbgemm_gpu.", "torch.ao.", "torch.nn.quantized"))
+    if foreign and "Embedding" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
+        return f"it is a {home}.{type(module).__name__}, which holds rows in a form of its own"
+    if foreign and type(module).__name__.startswith("Sharded"):
+        return f"it is a {home}.{type(module).__name__}, which has been sharded"
+    return ""
+
+
+def check_shared(model: nn.Module, modules: Sequence[nn.Module], weights: Mapping[int, tuple[str, Any]]) -> None:
+    """Refuse weights that modules which stay hold as their own parameter, as an output layer tied to a table does.
+
+    Raises:
+        ValueError: names both.
+    """
+    replaced = {id(part) for module in modules for part in module.modules()}
+    for path, module in model.named_modules():
+        if id(module) in replaced:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in weights:
+                name = weights[id(parameter)][0].removesuffix(".weight")
+                raise refusal(
+                    name,
+                    f"its weight is also {path + '.' if path else ''}{key} of a {type(module).__name__}; compute that "
+                    f"from model.{name}.weight in forward (torch.nn.functional.linear(x, model.{name}.weight)), or "
+                    f"leave the module out: skip=[{name!r}]",
+                )
