@@ -232,6 +232,15 @@ def test_a_bad_id_is_named_by_the_step_that_has_it():
         pipeline.progress(iterator)
 
 
+def test_owners_pool_nothing_of_a_drop_in():
+    expected, found = (train(LastOffset, "sequential", 2, owner_pooling=setting) for setting in (False, "auto"))
+    assert expected[0][0] == found[0][0]
+    with pytest.raises(ValueError, match="owner_pooling: feature 'weight' of 'bag' is pooled by max"):
+        train(LastOffset, "sequential", owner_pooling=True)
+    with pytest.raises(ValueError, match="feature 'weight' of 'bag' has per-sample weights"):
+        train(Pairs, "sequential", owner_pooling=True)
+
+
 def test_positions_that_are_no_samples_do_not_disturb_clustering():
     found = train(Softmax, "nested", clustering="key")
     other = train(Softmax, "sequential", clustering="key")

@@ -205,6 +205,10 @@ class TableModule(Collection):
             "nn.EmbeddingBag"
         )
 
+    def store_segments(self, store_index: int) -> list[tuple[str, PoolingType, bool]]:
+        """One, named as the table; owners pool nothing of it, as a call may ask for rows."""
+        return [(self._configs[0].name, PoolingType.NONE, False)]
+
     @property
     def described(self) -> str:
         """The module's class and table, for messages."""

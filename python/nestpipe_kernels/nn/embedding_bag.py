@@ -166,6 +166,10 @@ class EmbeddingBag(TableModule):
             )
         return self._plan_bags(values, lengths, features.weights_or_none())
 
+    def store_segments(self, store_index: int) -> list[tuple[str, PoolingType, bool]]:
+        """One, named as the table. It counts as weighted: any call may have weights, so owners pool nothing of it."""
+        return [(self._configs[0].name, PoolingType[self.mode.upper()], True)]
+
     def _plan_bags(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> LookupCall:
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
