@@ -117,7 +117,7 @@ def test_open_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("kuairand:x", r"data kuairand is not available yet: choose one of synthetic, criteo:PATH, movielens:PATH"),
+        ("kuairand:x", r"data kuairand has sequences alone: choose model hstu or fuxi, or other data"),
         ("avazu:x", r"unknown data 'avazu:x': choose one of synthetic, criteo:PATH, movielens:PATH"),
         ("", r"unknown data ''"),
         ("criteo", r"data criteo needs a path: criteo:PATH, got 'criteo'"),

@@ -130,8 +130,10 @@ def add_train(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to train")
-    what.add_argument("--data", default="synthetic", help="synthetic (default), criteo:PATH or movielens:PATH")
-    what.add_argument("--model", default="dlrm", help="dlrm (default)")
+    what.add_argument(
+        "--data", default="synthetic", help="synthetic (default), criteo:PATH, movielens:PATH or kuairand:PATH"
+    )
+    what.add_argument("--model", default="dlrm", help="dlrm (default); hstu or fuxi, of sequences")
     what.add_argument("--dim", type=positive, default=64, metavar="D", help="size of an embedding (64)")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="row_wise_adagrad", help="of the tables")
     what.add_argument("--lr", type=non_negative, help="learning rate of the tables (that of the optimizer in torch)")

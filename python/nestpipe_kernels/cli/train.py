@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nestpipe_kernels import optim
 from nestpipe_kernels.cli.checkpointing import Checkpoints, check_directory, remove_empty, saved_steps
@@ -20,11 +21,11 @@ from nestpipe_kernels.cli.snapshot import first_difference
 from nestpipe_kernels.cli.training import TrainingRun, train_once
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.config import launched_ranks, process_environment
-from nestpipe_kernels.data import Batch, Dataset, SyntheticConfig, batches, open_data
+from nestpipe_kernels.data import Batch, Dataset, SyntheticConfig, TableSchema, batches, open_data
 from nestpipe_kernels.errors import NestPipeError
 from nestpipe_kernels.launch import init_rank, run_ranks
 from nestpipe_kernels.launch.machine import facts
-from nestpipe_kernels.models import build
+from nestpipe_kernels.models import SEQUENCE_MODELS, build
 from nestpipe_kernels.trace import save_merged
 from nestpipe_kernels.types import SparseOptimizer
 
@@ -105,7 +106,7 @@ def _check_outputs(options: TrainOptions) -> None:
             raise ValueError(f"{flag} {path}: there is no folder {Path(path).resolve().parent}; make it first")
     if options.timeline is not None and options.timeline.lower().endswith(".png"):
         import matplotlib  # noqa: F401  (missing: an error now, not after training)
-    build(options.model, _NO_DATA, make_optimizer(options), embedding_dim=options.dim)
+    build(options.model, _NoData(options.model in SEQUENCE_MODELS), make_optimizer(options), embedding_dim=options.dim)
 
 
 class _NoData:
@@ -113,20 +114,22 @@ class _NoData:
 
     name = "none"
     num_dense = 0
-    feature_names: tuple[str, ...] = ("a", "b")
+    default_batch_size = 1
+    feature_names = ("a", "b")
 
-    @property
-    def tables(self) -> Any:
-        from nestpipe_kernels.data import TableSchema
+    def __init__(self, sequences: bool) -> None:
+        self.tables = (TableSchema("a", ("a",)), *(() if sequences else (TableSchema("b", ("b",)),)))
 
-        return (TableSchema("a", ("a",)), TableSchema("b", ("b",)))
+    def __len__(self) -> int:
+        return 0
 
-
-_NO_DATA: Any = _NoData()
+    def batch(self, indices: Tensor) -> Batch:
+        raise NotImplementedError
 
 
 def _open(options: TrainOptions) -> Dataset:
-    return open_data(options.data, synthetic=SyntheticConfig(seed=options.seed))
+    sequences = options.model in SEQUENCE_MODELS
+    return open_data(options.data, synthetic=SyntheticConfig(seed=options.seed), sequences=sequences)
 
 
 def _check_size(dataset: Dataset, world_size: int) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
-
-from nestpipe_kernels.data.batch import Batch
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Dataset", "TableSchema"]
 
@@ -48,6 +46,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Tensor) -> Batch:
-        """The samples at `indices` (int64 [m], each 0 .. len - 1), in that order; the same for equal indices."""
+    def batch(self, indices: Tensor) -> Any:
+        """The samples at `indices` (int64 [m], each 0 .. len - 1), in that order; the same for equal indices. A Batch, or
+        a SequenceBatch where samples are sequences."""
         ...

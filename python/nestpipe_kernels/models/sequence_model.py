@@ -1,0 +1,204 @@
+"""What sequence models share: items in, layers over the jagged sequences, the next item told from candidates.
+
+All layers work on the items of a batch laid end to end ([T, D]); only attention sees them padded, [B, L, ...], where L
+is the longest sequence of the (micro-)batch. No result depends on L, or on the other samples, beyond rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["RelativeBias", "SequenceModel", "Sequences", "seeded_linear"]
+
+_TEMPERATURE = 0.05
+"""Of the softmax over cosines, as in the published HSTU code."""
+_BUCKET = 0.301
+"""Width of a bucket of log(seconds), as in the published HSTU code: 0.301 is log10(2)."""
+_TIME_BUCKETS = 64
+
+
+def seeded_linear(inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True) -> nn.Linear:
+    """A linear layer whose values follow from `generator` alone: weights normal with variance 2 / (inputs + outputs),
+    biases 0; the global generator is left as it is."""
+    layer = nn.Linear(inputs, outputs, bias=bias, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.normal_(0.0, math.sqrt(2.0 / (inputs + outputs)), generator=generator)
+        if bias:
+            layer.bias.zero_()
+    return layer
+
+
+@dataclass
+class Sequences:
+    """Where the items of B sequences lie when they are padded, and what every pair of places needs.
+
+    Attributes:
+        sample: int64 [T], of each item.
+        place: int64 [T], in its sequence.
+        size: B.
+        length: L.
+        times: int64 [B, L], seconds; 0 behind the end.
+        sees: bool [B, L, L]: a place sees itself and what is before it.
+    """
+
+    sample: Tensor
+    place: Tensor
+    size: int
+    length: int
+    times: Tensor
+    sees: Tensor
+
+    @staticmethod
+    def of(lengths: Tensor, times: Tensor) -> Sequences:
+        """From the sequences' lengths (int [B]) and the times of their items (int64 [T])."""
+        lengths = lengths.to(torch.int64)
+        size, length = len(lengths), int(lengths.max()) if len(lengths) else 0
+        sample = torch.repeat_interleave(torch.arange(size, device=lengths.device), lengths)
+        starts = torch.cumsum(lengths, 0) - lengths
+        place = torch.arange(len(sample), device=lengths.device) - starts[sample]
+        padded = torch.zeros(size, length, dtype=times.dtype, device=times.device)
+        padded[sample, place] = times
+        here = torch.arange(length, device=lengths.device)
+        valid = here < lengths[:, None]
+        sees = (here[:, None] >= here) & valid[:, None, :] & valid[:, :, None]
+        return Sequences(sample, place, size, length, padded, sees)
+
+    def pad(self, values: Tensor) -> Tensor:
+        """[T, ...] to [B, L, ...], zero behind the ends."""
+        padded = values.new_zeros(self.size, self.length, *values.shape[1:])
+        return padded.index_put((self.sample, self.place), values)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[B, L, ...] to [T, ...]."""
+        return padded[self.sample, self.place]
+
+    def pad_heads(self, values: Tensor, heads: int) -> Tensor:
+        """[T, D] to [B, H, L, D / H]."""
+        return self.pad(values.view(len(values), heads, -1)).transpose(1, 2)
+
+    def unpad_heads(self, padded: Tensor) -> Tensor:
+        """[B, H, L, D / H] to [T, D]."""
+        return self.unpad(padded.transpose(1, 2)).flatten(-2)
+
+
+class RelativeBias(nn.Module):
+    """A learned number for every distance of places, and one for every bucket of log(seconds between them), by head.
+
+    Args:
+        heads: H.
+        max_length: distances from there on share a number.
+    """
+
+    def __init__(self, heads: int, max_length: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(max_length, heads, dtype=torch.float32))
+        self.periods = nn.Parameter(torch.zeros(_TIME_BUCKETS, heads, dtype=torch.float32))
+
+    def by_position(self, sequences: Sequences) -> Tensor:
+        """float32 [H, L, L]."""
+        here = torch.arange(sequences.length, device=self.positions.device)
+        distance = (here[:, None] - here).clamp(0, len(self.positions) - 1)
+        return self.positions[distance].permute(2, 0, 1)
+
+    def by_time(self, sequences: Sequences) -> Tensor:
+        """float32 [B, H, L, L]."""
+        seconds = (sequences.times[:, :, None] - sequences.times[:, None, :]).clamp(min=1)
+        bucket = (torch.log(seconds.to(torch.float32)) / _BUCKET).to(torch.int64).clamp(max=_TIME_BUCKETS - 1)
+        return self.periods[bucket].permute(0, 3, 1, 2)
+
+
+class SequenceModel(nn.Module):
+    """Items of one table, layers, and a softmax over the target and the sample's candidates at every place.
+
+    Args:
+        embedding_collection: one table with features `sequence`, `target` and `candidates` (data.SequenceBatch).
+        layers: each maps (float32 [T, D], Sequences) to float32 [T, D].
+
+    `forward` returns (loss, output, weight). In training the loss is the mean over the places that have a target, the
+    weight is their number, and the output is (each sample's mean loss float32 [B], its number of targets int64 [B]).
+    After `eval()` the output is the rank of each sample's only target among its candidates, int64 [B], 0 the best;
+    candidates that score the same count half before it, rounded up.
+    """
+
+    def __init__(self, embedding_collection: nn.Module, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.embedding_collection = embedding_collection
+        self.layers = layers
+
+    @classmethod
+    def item_dim(cls, embedding_collection: Any, num_layers: int, heads: int, max_length: int) -> int:
+        """D of the only table.
+
+        Raises:
+            ValueError: several tables, a size below 1, or a D that is no multiple of `heads`.
+        """
+        name = cls.__name__
+        sizes = {"num_layers": num_layers, "heads": heads, "max_length": max_length}
+        if wrong := [f"{size} {value}" for size, value in sizes.items() if value < 1]:
+            raise ValueError(f"{name}: sizes must be >= 1, got {', '.join(wrong)}")
+        configs = embedding_collection.embedding_configs()
+        if len(configs) != 1:
+            raise ValueError(f"{name}: expected one table of items, got {[config.name for config in configs]}")
+        dim = int(configs[0].embedding_dim)
+        if dim % heads:
+            raise ValueError(f"{name}: embedding_dim must be a multiple of heads {heads}, got {dim}")
+        return dim
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any, float]:
+        """See the class."""
+        rows = self.embedding_collection(batch.sparse)
+        sequence, target, candidates = (rows[name] for name in ("sequence", "target", "candidates"))
+        keys = {name: batch.sparse[name].values() for name in ("target", "candidates")}
+        sequences = Sequences.of(sequence.lengths(), batch.times.values())
+        hidden = sequence.values()
+        for layer in self.layers:
+            hidden = layer(hidden, sequences)
+        hidden, sample = _last_places(hidden, sequences, sequence.lengths(), target.lengths())
+        hidden = functional.normalize(hidden, dim=-1, eps=1e-6)
+        wanted = functional.normalize(target.values(), dim=-1, eps=1e-6)
+        others = functional.normalize(candidates.values(), dim=-1, eps=1e-6)
+        right = (hidden * wanted).sum(-1) / _TEMPERATURE
+        scores = _scores(hidden, sample, others, candidates.lengths()) / _TEMPERATURE
+        choices = _padded(keys["candidates"], candidates.lengths(), -1)[sample]
+        same = (choices == keys["target"][:, None]) | _behind_end(candidates.lengths(), scores.shape[1])[sample]
+        scores = scores.masked_fill(same, -torch.inf)
+        losses = functional.cross_entropy(
+            torch.cat([right[:, None], scores], 1), torch.zeros(len(right), dtype=torch.int64), reduction="none"
+        )
+        size, count = sequences.size, target.lengths().to(torch.int64)
+        if not self.training:
+            better, equal = (scores > right[:, None]).sum(1), (scores == right[:, None]).sum(1)
+            return losses.mean(), better + (equal + 1) // 2, float(len(losses))
+        per_sample = torch.zeros(size, dtype=losses.dtype).index_add(0, sample, losses.detach()) / count.clamp(min=1)
+        return losses.mean(), (per_sample, count), float(len(losses))
+
+
+def _last_places(hidden: Tensor, sequences: Sequences, lengths: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
+    """The last `ahead` places of each sequence, and the samples that they belong to."""
+    chosen = sequences.place >= (lengths - ahead).to(torch.int64)[sequences.sample]
+    return hidden[chosen], sequences.sample[chosen]
+
+
+def _padded(values: Tensor, lengths: Tensor, fill: int) -> Tensor:
+    found = Sequences.of(lengths, values)
+    padded = values.new_full((found.size, found.length), fill)
+    padded[found.sample, found.place] = values
+    return padded
+
+
+def _behind_end(lengths: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=lengths.device) >= lengths[:, None]
+
+
+def _scores(hidden: Tensor, sample: Tensor, candidates: Tensor, lengths: Tensor) -> Tensor:
+    """float32 [P, K]: of each place with the candidates of its sample."""
+    places = torch.bincount(sample, minlength=len(lengths))
+    queries = Sequences.of(places, torch.zeros_like(sample))
+    choices = Sequences.of(lengths, torch.zeros(len(candidates), dtype=torch.int64))
+    return queries.unpad(torch.bmm(queries.pad(hidden), choices.pad(candidates).transpose(1, 2)))
