@@ -47,6 +47,6 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Tensor) -> Any:
-        """The samples at `indices` (int64 [m], each 0 .. len - 1), in that order; the same for equal indices. A Batch, or
-        a SequenceBatch where samples are sequences."""
+        """The samples at `indices` (int64 [m], each 0 .. len - 1), in that order; the same for equal indices. A Batch,
+        or a SequenceBatch where samples are sequences."""
         ...
