@@ -49,6 +49,7 @@ def add_bench(commands: Any) -> None:
     _add_pipeline(cases)
     _add_tier(cases)
     _add_cluster(cases)
+    _add_consistency(cases)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -181,6 +182,25 @@ def _add_cluster(cases: Any) -> None:
     case.add_argument("--data", metavar="PATH", default=None, help="MovieLens-100K, for the sets ml100k")
     case.add_argument("--repeat", type=positive, default=5, help="timed calls for each batch")
     case.add_argument("--peers", action="store_true", help="also Mt-KaHyPar, if installed")
+
+
+def _add_consistency(cases: Any) -> None:
+    text = "ranking quality and losses of sequence models under every schedule, beside one plain process"
+    case = _add_case(cases, "consistency", text)
+    case.add_argument("--data", metavar="KIND:PATH", required=True, help="movielens:PATH or kuairand:PATH")
+    case.add_argument("--models", nargs="+", choices=("hstu", "fuxi"), default=["hstu", "fuxi"], help="models")
+    case.add_argument("--seeds", type=positive, default=5, help="seeds of each, from --seed on")
+    case.add_argument("--ranks", type=positive, default=2, help="processes")
+    case.add_argument(
+        "--micro-batches", type=positive, nargs="+", default=[2, 4, 8, 16], metavar="N", help="as it says"
+    )
+    case.add_argument("--epochs", type=positive, default=10, help="passes over the data")
+    case.add_argument("--steps", type=positive, default=None, help="steps at most (all of the epochs)")
+    case.add_argument("--batch", type=positive, default=64, help="samples of a rank in a step")
+    case.add_argument("--dim", type=positive, default=64, help="size of an embedding")
+    case.add_argument("--lr", type=float, default=1e-3, help="learning rate of tables and dense part (Adam)")
+    case.add_argument("--timeout", type=positive, default=300, metavar="S", help="limit of every wait, seconds")
+    case.add_argument("--output", metavar="DIR", default=None, help="folder for the picture")
 
 
 def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

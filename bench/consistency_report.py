@@ -1,0 +1,92 @@
+"""What the case `consistency` found, as a table and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from nestpipe_kernels.trace.png import new_figure
+
+__all__ = ["interval", "save_plot", "table"]
+
+METRICS = ("HR@10", "HR@50", "NDCG@10", "NDCG@50")
+PLAIN, SEQUENTIAL = "plain PyTorch", "sequential"
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for 95 %, by degrees of freedom from 1."""
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half of its 95 % interval) by Student's t; infinite for one value."""
+    if len(values) < 2:
+        return mean(values), math.inf
+    return mean(values), T_95[min(len(values) - 2, len(T_95) - 1)] * stdev(values) / math.sqrt(len(values))
+
+
+def _grouped(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], dict[int, dict[str, Any]]]:
+    """(model, impl, micro-batches) -> seed -> line, in the order of the lines."""
+    found: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for line in lines:
+        found[line["model"], line["impl"], line["micro_batches"]][line["seed"]] = line
+    return found
+
+
+def table(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: means over seeds; whether losses and metrics are those of `sequential` with the same
+    number of micro-batches, to the last digit; the difference of NDCG@10 from plain PyTorch, paired by seed, with its
+    interval."""
+    groups = _grouped(lines)
+    found = [
+        f"| model | run | N | {' | '.join(METRICS)} | last loss | as sequential | NDCG@10 - plain's |",
+        "|" + "---|" * (len(METRICS) + 6),
+    ]
+    for (model, impl, count), by_seed in groups.items():
+        values = [f"{mean(line[name] for line in by_seed.values()):.4f}" for name in METRICS]
+        loss = f"{mean(line['losses'][-1] for line in by_seed.values()):.4f}"
+        same = "" if impl in (SEQUENTIAL, PLAIN) else _same(by_seed, groups.get((model, SEQUENTIAL, count), {}))
+        plain = groups.get((model, PLAIN, 1), {})
+        apart = [line["NDCG@10"] - plain[seed]["NDCG@10"] for seed, line in by_seed.items() if seed in plain]
+        difference = "" if impl == PLAIN or not apart else _difference(apart)
+        found.append(f"| {model} | {impl} | {count} | {' | '.join(values)} | {loss} | {same} | {difference} |")
+    return found
+
+
+def _same(by_seed: dict[int, dict[str, Any]], others: dict[int, dict[str, Any]]) -> str:
+    pairs = [(line, others[seed]) for seed, line in by_seed.items() if seed in others]
+    if not pairs:
+        return ""
+    return "yes" if all(a["losses"] == b["losses"] and all(a[m] == b[m] for m in METRICS) for a, b in pairs) else "no"
+
+
+def _difference(values: Sequence[float]) -> str:
+    middle, half = interval(values)
+    return f"{middle:+.4f}" if math.isinf(half) else f"{middle:+.4f} ± {half:.4f}"
+
+
+def save_plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Loss curves of one seed, and NDCG@10 of all, for each model; raises ImportError without matplotlib."""
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    figure = new_figure((12.0, 4.2 * len(models)))
+    for (curves, points), model in zip(figure.subplots(len(models), 2, squeeze=False), models):
+        groups = {key[1:]: by_seed for key, by_seed in _grouped(lines).items() if key[0] == model}
+        seed = min(line["seed"] for line in lines)
+        for place, ((impl, count), by_seed) in enumerate(groups.items()):
+            name = impl if impl == PLAIN else f"{impl}, N {count}"
+            style = {"nested": "--", SEQUENTIAL: "-"}.get(impl, "-." if impl == "async" else ":")
+            losses = by_seed[seed]["losses"]
+            curves.plot(_smooth(losses), style, linewidth=1.3, label=name)
+            points.plot([line["NDCG@10"] for line in by_seed.values()], [place] * len(by_seed), "o", markersize=4)
+        curves.set(title=f"{model}: loss, seed {seed}", xlabel="step", ylabel="mean of 8 steps")
+        curves.legend(fontsize=7)
+        points.set(title=f"{model}: NDCG@10 of every seed", xlabel="NDCG@10")
+        points.set_yticks(range(len(groups)), [i if i == PLAIN else f"{i}, N {n}" for i, n in groups], fontsize=8)
+        points.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    return [mean(values[max(k - 7, 0) : k + 1]) for k in range(len(values))]
