@@ -322,6 +322,7 @@ def serve() -> tuple[Case, int] | None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born to ignore it
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()  # loads torch's compiler, once
     assert_one_thread()
