@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -100,6 +101,35 @@ def test_growth_counts_every_call(capsys, monkeypatch) -> None:
     assert set(line) == FIELDS | {"max_ms", "max_over_median", "index_bytes_per_key"}
     assert line["max_ms"] >= line["p80_ms"] and line["max_over_median"] >= 1
     assert 16 < line["index_bytes_per_key"] < 100
+
+
+def test_capacity_says_what_a_key_takes(capsys) -> None:
+    arguments = ["--keys", "6000", "--small", "2000", "--batch", "500", "--fill", "900", "--dim", "8", "--repeat", "2"]
+    assert main(["bench", "capacity", *arguments, "--threads", "1"]) == 0
+    small, large = _lines(capsys.readouterr().out)
+    assert (small["impl"], large["impl"]) == ("nestpipe, 2000 keys", "nestpipe, 6000 keys")
+    assert set(small) == FIELDS | {
+        "ns_per_key", "over_small", "process_bytes", "store_bytes", "untouched_bytes", "bytes_per_key",
+    }  # fmt: skip
+    assert small["over_small"] == 1
+    assert large["over_small"] == pytest.approx(large["median_ms"] / small["median_ms"], rel=0.01)
+    assert large["ns_per_key"] == pytest.approx(large["median_ms"] * 1e6 / 500, rel=0.01)
+    assert 12 + 40 + 32 < large["bytes_per_key"] < 300
+
+
+def test_capacity_compares_the_tables_first(monkeypatch) -> None:
+    capacity = importlib.import_module("nestpipe_kernels.bench.capacity")
+    parsed = argparse.Namespace(keys=60, small=20, batch=10, fill=30, dim=4, seed=0)
+    (setup,) = capacity.setups(parsed)
+    setup.check()
+    changed = iter((0.25, 0.5))
+    made = capacity.EmbeddingStore
+    monkeypatch.setattr(
+        capacity, "EmbeddingStore", lambda **given: made(**{**given, "init": capacity.Constant(next(changed))})
+    )
+    (setup,) = capacity.setups(parsed)
+    with pytest.raises(ValueError, match="bench capacity: the tables' rows differ; nothing was timed"):
+        setup.check()
 
 
 @pytest.mark.soak
