@@ -114,11 +114,11 @@ ScoreFunction score_function(const py::object& function) {
 
 void retrieve(EmbeddingStore& self, Address keys, Address tables, std::int64_t size, Address counts,
               std::int64_t batch, const py::object& score, const std::pair<Address, Address>& out,
-              Address embeddings, RetrievalJournal& journal) {
+              Address embeddings, RetrievalJournal* journal) {
   const ScoreFunction function = score_function(score);
   const py::gil_scoped_release unlocked;
   self.retrieve(key_span(keys, tables, size), as_pointer<const std::int64_t>(counts), batch,
-                function, retrieval_span(out, embeddings), &journal);
+                function, retrieval_span(out, embeddings), journal);
 }
 
 // Calls that search or change keys.
@@ -368,7 +368,7 @@ void bind_store(py::module_& module) {
         const StoreMemory memory = self.memory();
         return std::make_tuple(memory.index_bytes, memory.slab_bytes, memory.metadata_bytes,
                                memory.admission_bytes, memory.file_bytes, memory.num_keys,
-                               memory.untouched_bytes);
+                               memory.untouched_bytes, memory.row_bytes);
       },
       Unlocked());
   store.def(

@@ -14,6 +14,7 @@
 #include "hash_pair.h"
 #include "nestpipe/memory.h"
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 
 namespace nestpipe {
 namespace {
@@ -65,7 +66,7 @@ class PositionTable {
       prefetch<false>(other, first, count, home);
       for (int i = 0; i < count; ++i) {
         const std::int64_t position = static_cast<std::int64_t>(slots_[home[i]]) - 1;
-        __builtin_prefetch(&list_.keys[position < 0 ? 0 : position]);
+        request_line(&list_.keys[position < 0 ? 0 : position]);
       }
       for (int i = 0; i < count; ++i) {
         std::uint64_t slot = home[i];
@@ -92,7 +93,7 @@ class PositionTable {
   void prefetch(const KeyList& list, std::int64_t begin, int count, std::uint64_t* home) const {
     for (int i = 0; i < count; ++i) {
       home[i] = hash_pair(list.keys[begin + i], kTables ? list.tables[begin + i] : 0) & mask_;
-      __builtin_prefetch(&slots_[home[i]], kWrites ? 1 : 0);
+      kWrites ? request_line_to_write(&slots_[home[i]]) : request_line(&slots_[home[i]]);
     }
   }
 

@@ -14,6 +14,7 @@
 
 #include "hash_pair.h"
 #include "nestpipe/dedup.h"
+#include "nestpipe/request_line.h"
 
 namespace nestpipe {
 
@@ -35,7 +36,7 @@ struct PairEntries {
 template <typename T>
 void prefetch_chunk(const T* chunk) {
   for (std::int64_t i = 0; i < kChunk; i += 64 / static_cast<std::int64_t>(sizeof(T))) {
-    __builtin_prefetch(chunk + i);
+    request_line(chunk + i);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 
+#include "nestpipe/request_line.h"
 #include "pair_parts.h"
 
 namespace nestpipe {
@@ -140,7 +141,7 @@ class PairTable {
     const std::uint64_t mask = num_slots() - 1;
     constexpr std::uint32_t kAhead = 16;
     for (std::uint32_t id = 1; id < next_; ++id) {
-      if (id + kAhead < next_) __builtin_prefetch(&slots_[slot_of(pairs_[id + kAhead].hash)], 1);
+      if (id + kAhead < next_) request_line_to_write(&slots_[slot_of(pairs_[id + kAhead].hash)]);
       std::uint64_t slot = slot_of(pairs_[id].hash);
       while (slots_[slot] != 0) slot = (slot + 1) & mask;
       slots_[slot] = id;

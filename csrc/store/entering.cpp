@@ -5,6 +5,7 @@
 
 #include "missing.h"
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
 
 namespace nestpipe {
@@ -45,35 +46,41 @@ void EmbeddingStore::collect_missing(const std::int64_t* handles, Missing* missi
   });
 }
 
-void EmbeddingStore::enter_provisionally(Missing* missing) {
+// With provisional numbers, or with those that keys get if none is repeated.
+void EmbeddingStore::enter(Missing* missing) {
   const std::uint32_t count = missing->count();
   if (count == 0) return;
   missing->first = Scratch<std::uint32_t>(count);
   missing->rows = Scratch<std::uint32_t>(count);
   missing->grown.assign(kNumShards, 0);
   missing->entries = Scratch<Missing::Entry>(count);
+  if (missing->numbered) expect_rows(missing);
+  const bool numbered = missing->numbered;
   Missing::Entry* const entries = missing->entries.get();
   missing->by_shard.assign(
       count, [&](std::uint32_t i) { return missing->hashes[i]; },
       [&](std::int64_t at, std::uint32_t i) {
         missing->first[i] = i;
-        missing->rows[i] = kNoRow;
+        if (!numbered) missing->rows[i] = kNoRow;
         entries[at] = {missing->key(i), i, missing->table(i), nullptr};
       });
   missing->by_shard.for_each_place(
       [&](std::int64_t at) {
         const KeyIndex& index = tables_[entries[at].table]->index;
         index.prefetch(index.hash(entries[at].key));
+        if (numbered) request_line(&missing->rows[entries[at].number]);
       },
       [&](std::int64_t at) {
         Missing::Entry& entry = entries[at];
         KeyIndex& index = tables_[entry.table]->index;
         const std::uint64_t hash = index.hash(entry.key);
         const void* const before = index.shard_data(hash);
-        const KeyIndex::Inserted inserted = index.enter(hash, entry.key, entry.number);
+        const KeyIndex::Inserted inserted =
+            index.enter(hash, entry.key, numbered ? missing->rows[entry.number] : entry.number);
         entry.row = inserted.row;
         if (inserted.found != kNoRow) {
-          missing->first[entry.number] = inserted.found;
+          missing->first[entry.number] =
+              numbered ? number_of_entered(*missing, inserted.found) : inserted.found;
           missing->repeats.store(true, std::memory_order_relaxed);
         }
         if (index.shard_data(hash) != before) missing->grown[shard_of(hash)] = 1;
@@ -81,12 +88,12 @@ void EmbeddingStore::enter_provisionally(Missing* missing) {
 }
 
 void EmbeddingStore::settle(const Missing& missing) {
-  if (missing.count() == 0) return;
+  if (missing.count() == 0 || missing.numbered) return;
   const Missing::Entry* const entries = missing.entries.get();
   missing.by_shard.for_each_place(
       [&](std::int64_t at) {
-        __builtin_prefetch(&missing.rows[entries[at].number]);
-        if (entries[at].row != nullptr) __builtin_prefetch(entries[at].row, 1);
+        request_line(&missing.rows[entries[at].number]);
+        if (entries[at].row != nullptr) request_line_to_write(entries[at].row);
       },
       [&](std::int64_t at) {
         const Missing::Entry& entry = entries[at];

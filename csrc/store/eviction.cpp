@@ -9,6 +9,7 @@
 
 #include "departure.h"
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
 
 namespace nestpipe {
@@ -167,7 +168,7 @@ std::vector<EvictionCandidate> EmbeddingStore::candidates(std::int32_t table,
     old_rows(chunk * kRowsPerChunk, std::min(num_rows, (chunk + 1) * kRowsPerChunk), oldest, &old);
     found->reserve(old.size());
     for (std::size_t i = 0; i < old.size(); ++i) {
-      if (i + kAhead < old.size()) __builtin_prefetch(record(old[i + kAhead]));
+      if (i + kAhead < old.size()) request_line(record(old[i + kAhead]));
       consider(old[i], found);
     }
   });
@@ -287,10 +288,7 @@ void EmbeddingStore::bring_back(const Limbo& limbo) {
 void EmbeddingStore::free_limbo(std::int64_t last_batch) {
   const auto settled = [&](const Limbo& limbo) {
     if (limbo.batch > last_batch) return false;
-    // The highest number first, so that rows are used again in the order in which they lie.
-    for (auto number = limbo.rows.rbegin(); number != limbo.rows.rend(); ++number) {
-      *free_row_number(num_free_++) = *number;
-    }
+    for (const std::uint32_t number : limbo.rows) free_rows_.add(number);
     return true;
   };
   limbo_.erase(std::remove_if(limbo_.begin(), limbo_.end(), settled), limbo_.end());

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
 
 namespace nestpipe {
@@ -70,12 +71,14 @@ void EmbeddingStore::copy_columns(const std::int64_t* handles, std::int64_t size
     for (std::int64_t j = begin; j < end; ++j) {
       if (j + kAhead < end) {
         const float* const later = row(handles[j + kAhead]);
-        for (std::int64_t d = 0; d < requested; d += kFloatsPerLine) __builtin_prefetch(later + d);
+        for (std::int64_t d = 0; d < requested; d += kFloatsPerLine) request_line(later + d);
       }
       const auto* const from = reinterpret_cast<const char*>(row(handles[j]));
       for (const RowColumn& column : columns) {
-        std::memcpy(column.data + j * column.bytes, from + column.offset,
-                    static_cast<std::size_t>(column.bytes));
+        const std::size_t stored = stored_bytes(column);
+        char* const to = column.data + j * column.bytes;
+        std::memcpy(to, from + column.offset, stored);
+        std::memset(to + stored, 0, static_cast<std::size_t>(column.bytes) - stored);
       }
     }
   };

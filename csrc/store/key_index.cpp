@@ -1,8 +1,10 @@
 // Search, insertion, removal and growth of a table's index.
 #include "nestpipe/key_index.h"
 
+#include <algorithm>
 #include <cmath>
 #include <new>
+#include <vector>
 
 namespace nestpipe {
 namespace {
@@ -114,8 +116,16 @@ void KeyIndex::take_out(Shard* shard, std::uint64_t hash, const Place& place) {
 }
 
 std::uint64_t KeyIndex::bytes() const {
+  std::vector<const Block*> chunks;
+  const std::shared_ptr<Block> newest = arrays_->newest();
+  if (newest != nullptr) chunks.push_back(newest.get());
+  for (const ChunkedArrays::Array& array : buckets_) {
+    if (array.chunk() != nullptr) chunks.push_back(array.chunk().get());
+  }
+  std::sort(chunks.begin(), chunks.end());
+  chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
   std::uint64_t sum = 0;
-  for (const Block& block : blocks_) sum += block.bytes();
+  for (const Block* chunk : chunks) sum += chunk->bytes();
   return sum;
 }
 
@@ -140,8 +150,8 @@ void KeyIndex::reserve(std::uint64_t num_keys) {
 void KeyIndex::resize(std::uint32_t shard_number, std::uint64_t num_buckets) {
   Shard& shard = shards_[shard_number];
   if (num_buckets > 0xFFFFFFFFull) throw std::bad_alloc();
-  Block block(account_, num_buckets * sizeof(Bucket));
-  const Shard grown{static_cast<Bucket*>(block.data()), static_cast<std::uint32_t>(num_buckets),
+  const ChunkedArrays::Array array = arrays_->take(num_buckets * sizeof(Bucket));
+  const Shard grown{static_cast<Bucket*>(array.data()), static_cast<std::uint32_t>(num_buckets),
                     shard.num_keys};
   for (std::uint32_t b = 0; b < shard.num_buckets; ++b) {
     const Bucket& bucket = shard.buckets[b];
@@ -150,7 +160,7 @@ void KeyIndex::resize(std::uint32_t shard_number, std::uint64_t num_buckets) {
     }
   }
   shard = grown;
-  blocks_[shard_number] = std::move(block);
+  buckets_[shard_number] = array;
 }
 
 }  // namespace nestpipe

@@ -31,6 +31,12 @@ void EmbeddingStore::check_columns(const std::vector<RowColumn>& columns) const 
   }
 }
 
+// Of a column, without the padding.
+std::size_t EmbeddingStore::stored_bytes(const RowColumn& column) const {
+  return static_cast<std::size_t>(
+      std::clamp<std::int64_t>(used_floats_ * 4 - column.offset, 0, column.bytes));
+}
+
 void EmbeddingStore::reserve_keys(std::int64_t table, std::int64_t num_keys) {
   const std::unique_lock<std::shared_mutex> lock = own_keys();
   tables_.at(static_cast<std::size_t>(table))
@@ -43,7 +49,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> EmbeddingStore::gaps_between(
   std::vector<std::pair<std::int64_t, std::int64_t>> filled;
   for (const RowColumn& column : columns) filled.emplace_back(column.offset, column.bytes);
   std::sort(filled.begin(), filled.end());
-  filled.emplace_back((embedding_words_ + state_floats_ + 1) * 4, 0);
+  filled.emplace_back(used_floats_ * 4, 0);
   std::vector<std::pair<std::int64_t, std::int64_t>> gaps;
   std::int64_t at = 0;
   for (const auto& [offset, bytes] : filled) {
@@ -63,8 +69,7 @@ std::int64_t EmbeddingStore::load_columns(std::int64_t table, const std::int64_t
   const auto gaps = gaps_between(columns);
   const auto assemble = [&](std::int64_t j, char* row) {
     for (const RowColumn& column : columns) {
-      std::memcpy(row + column.offset, column.data + j * column.bytes,
-                  static_cast<std::size_t>(column.bytes));
+      std::memcpy(row + column.offset, column.data + j * column.bytes, stored_bytes(column));
     }
     for (const auto& [offset, bytes] : gaps) {
       std::memset(row + offset, 0, static_cast<std::size_t>(bytes));
@@ -88,14 +93,15 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
   const std::unique_lock<std::shared_mutex> lock = own_keys();
   Table& table = *tables_[static_cast<std::size_t>(table_number)];
   const std::int64_t num_rows = num_rows_.load(std::memory_order_relaxed);
-  const std::int64_t reused = std::min(size, num_free_);
+  const std::int64_t reused = std::min(size, free_rows_.size());
   if (table.config.quota >= 0 && size > table.config.quota - table.size) return false;
   if (size >= std::int64_t{kNoRow} - num_rows) return false;
   reserve_rows(static_cast<std::uint64_t>(num_rows + size - reused));
-  // As in retrieve: free rows, the last freed first, then new ones, in input order.
+  // As in retrieve: free rows, then new ones, in input order.
+  const Scratch<std::uint32_t> free(reused);
+  free_rows_.lowest(reused, free.get());
   const auto number = [&](std::int64_t j) {
-    return j < reused ? *free_row_number(num_free_ - 1 - j)
-                      : static_cast<std::uint32_t>(num_rows + j - reused);
+    return j < reused ? free[j] : static_cast<std::uint32_t>(num_rows + j - reused);
   };
   std::vector<std::uint64_t> hashes(static_cast<std::size_t>(size));
   for (std::int64_t j = 0; j < size; ++j) hashes[j] = table.index.hash(keys[j]);
@@ -134,7 +140,7 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
   for (std::int64_t j = 0; j < size; ++j)
     last_batch_ = std::max(last_batch_, metadata.last_used[j]);
   num_rows_.store(num_rows + size - reused, std::memory_order_relaxed);
-  num_free_ -= reused;
+  free_rows_.take(reused);
   table.size += size;
   newest_ = ++sequence_;
   return true;

@@ -2,6 +2,7 @@
 #include "nestpipe/memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -15,6 +16,17 @@ constexpr std::size_t kAlignment = 64;
 // From here on a block is worth its own pages: what is freed then leaves the process.
 constexpr std::size_t kPagesFrom = std::size_t{256} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+const std::size_t kSmallPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+// Arrays that lie in chunks with others, and how many of a size a chunk holds.
+constexpr std::size_t kChunksFrom = std::size_t{256} << 10;
+constexpr std::size_t kChunksTo = std::size_t{4} << 20;
+constexpr std::size_t kArraysPerChunk = 8;
+
+void* map_pages(std::size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) throw std::bad_alloc();
+  return data;
+}
 
 void* allocate(std::size_t bytes) {
   if (bytes < kPagesFrom) {
@@ -22,12 +34,18 @@ void* allocate(std::size_t bytes) {
     if (data == nullptr) throw std::bad_alloc();
     return std::memset(data, 0, bytes);
   }
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) throw std::bad_alloc();
+  if (bytes < kHugePage) return map_pages(bytes);
+  // From the first huge page's beginning in somewhat more.
+  auto* const data = static_cast<char*>(map_pages(bytes + kHugePage));
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(data) % kHugePage;
+  const std::size_t before = past == 0 ? 0 : kHugePage - past;
+  const std::size_t kept = (bytes + kSmallPage - 1) / kSmallPage * kSmallPage;
+  if (before != 0) munmap(data, before);
+  munmap(data + before + kept, kHugePage - before + bytes - kept);
 #ifdef MADV_HUGEPAGE
-  if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // A hint: refusal changes nothing.
+  madvise(data + before, bytes, MADV_HUGEPAGE);  // A hint: refusal changes nothing.
 #endif
-  return data;
+  return data + before;
 }
 
 void release(void* data, std::size_t bytes) {
@@ -67,6 +85,33 @@ Block::~Block() {
   if (data_ == nullptr) return;
   release(data_, bytes_);
   account_->remove(bytes_);
+}
+
+ChunkedArrays::Array ChunkedArrays::take(std::size_t bytes) {
+  Array taken;
+  if (bytes < kChunksFrom || bytes > kChunksTo) {
+    taken.chunk_ = std::make_shared<Block>(account_, bytes);
+    taken.data_ = taken.chunk_->data();
+    return taken;
+  }
+  bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (chunk_ == nullptr || chunk_->bytes() - used_bytes_ < bytes) {
+    // The next ones are likely to be a little longer.
+    const std::size_t wanted = kArraysPerChunk * (bytes + bytes / 64);
+    const std::size_t pages = (wanted + kHugePage - 1) / kHugePage;
+    chunk_ = std::make_shared<Block>(account_, pages * kHugePage);
+    used_bytes_ = 0;
+  }
+  taken.chunk_ = chunk_;
+  taken.data_ = static_cast<char*>(chunk_->data()) + used_bytes_;
+  used_bytes_ += bytes;
+  return taken;
+}
+
+std::shared_ptr<Block> ChunkedArrays::newest() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return chunk_;
 }
 
 void prefer_huge_pages(void* data, std::size_t bytes) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
 
 namespace nestpipe {
@@ -93,7 +94,7 @@ std::int64_t EmbeddingStore::retrieve_occurrences(const KeySpan& in, const std::
   });
   parallel_ranges(num_rows, kOccurrencesPerTask, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
-      if (u + kAhead < end) __builtin_prefetch(record(out.handles[u + kAhead]));
+      if (u + kAhead < end) request_line(record(out.handles[u + kAhead]));
       out.keys[u] = record(out.handles[u])->key;
       out.tables[u] = record(out.handles[u])->table;
     }
@@ -129,7 +130,7 @@ EmbeddingStore::UsedRows EmbeddingStore::use_occurrences(const std::vector<std::
     list->reserve(static_cast<std::size_t>(num_own / 2 + 64));
   }
   for (std::int64_t i = 0; i < num_own; ++i) {
-    if (i + kAhead < num_own) __builtin_prefetch(record(handles[own[i + kAhead]]), 1);
+    if (i + kAhead < num_own) request_line_to_write(record(handles[own[i + kAhead]]));
     const std::int64_t handle = handles[own[i]];
     Record* const row = record(handle);
     std::int64_t place = row->mark;

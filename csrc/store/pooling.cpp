@@ -115,13 +115,13 @@ void EmbeddingStore::update_pooled(const std::int64_t* handles, std::int64_t siz
   UpdateArguments a = arguments;
   a.pointers = rows.data();
   a.num_rows = size;
-  a.row_floats = row_floats_;
+  a.row_floats = stride_floats_;
   a.dim = dim_;
   a.data_type = data_type_;
   if (!mask.empty()) a.mask = mask.data();
   RowMatrix matrix;
   matrix.num_rows = size;
-  matrix.stride = row_floats_;
+  matrix.stride = stride_floats_;
   matrix.dim = dim_;
   matrix.pointers = rows.data();
   lookup_pool_gradients(matrix, bags, grads, row_updater(a, settings));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
 #include "stream_rows.h"
 
@@ -23,7 +24,7 @@ void request_row(const float* row, std::int64_t num_floats) {
   constexpr std::int64_t kFloatsPerLine = 16;
   constexpr std::int64_t kMaxFloats = 8 * kFloatsPerLine;
   const std::int64_t last = std::min(num_floats, kMaxFloats);
-  for (std::int64_t d = 0; d < last; d += kFloatsPerLine) __builtin_prefetch(row + d, 0, 2);
+  for (std::int64_t d = 0; d < last; d += kFloatsPerLine) request_line_early(row + d);
 }
 
 // body(begin, end) out of one(j, end) for each row j of the range.
@@ -74,12 +75,12 @@ void EmbeddingStore::initial_row(std::int32_t table, std::int64_t key, float* ou
   make_embedding(tables_[table]->config.init, table, key, out);
   float* const state = out + embedding_words_;
   for (std::int64_t i = 0; i < state_floats_; ++i) state[i] = state_init_;
-  // `updates` and padding: the bits of 0.0f are those of int32 0.
-  for (std::int64_t i = embedding_words_ + state_floats_; i < row_floats_; ++i) out[i] = 0.0f;
+  out[used_floats_ - 1] = 0.0f;  // `updates`: the bits are those of int32 0.
 }
 
 void EmbeddingStore::absent_row(std::int32_t table, std::int64_t key, float* out) const {
   initial_row(table, key, out);
+  std::fill(out + used_floats_, out + row_floats_, 0.0f);
   if (tables_[table]->config.has_absent) absent_embedding(table, key, out);
 }
 
@@ -100,10 +101,11 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
                             std::to_string(num_out));
   }
   const auto copy = [&](std::int64_t j, std::int64_t end) {
-    if (j + kAhead < end && handles[j + kAhead] >= 0) __builtin_prefetch(row(handles[j + kAhead]));
+    if (j + kAhead < end && handles[j + kAhead] >= 0) request_line(row(handles[j + kAhead]));
     float* const to = out + (index == nullptr ? j : index[j]) * row_floats_;
     if (handles[j] >= 0) {
-      std::memcpy(to, row(handles[j]), static_cast<std::size_t>(row_floats_) * sizeof(float));
+      std::memcpy(to, row(handles[j]), static_cast<std::size_t>(used_floats_) * sizeof(float));
+      std::fill(to + used_floats_, to + row_floats_, 0.0f);
     } else {
       absent_row(in.tables[j], in.keys[j], to);
     }
@@ -113,10 +115,10 @@ void EmbeddingStore::gather(const std::int64_t* handles, const KeySpan& in,
 
 void EmbeddingStore::write_back(const std::int64_t* handles, std::int64_t size, const float* rows) {
   check_handles(handles, size);
-  const auto bytes = static_cast<std::size_t>(embedding_words_ + state_floats_ + 1) * sizeof(float);
+  const auto bytes = static_cast<std::size_t>(used_floats_) * sizeof(float);
   const auto copy = [&](std::int64_t j, std::int64_t end) {
     if (j + kAhead < end && handles[j + kAhead] >= 0) {
-      __builtin_prefetch(row(handles[j + kAhead]), 1);
+      request_line_to_write(row(handles[j + kAhead]));
     }
     if (handles[j] >= 0) std::memcpy(row(handles[j]), rows + j * row_floats_, bytes);
   };
@@ -187,7 +189,7 @@ void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t siz
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   for (std::int64_t j = 0; j < size; ++j) {
     if (j + 2 * kAhead < size && handles[j + 2 * kAhead] >= 0) {
-      __builtin_prefetch(record(handles[j + 2 * kAhead]));
+      request_line(record(handles[j + 2 * kAhead]));
     }
     out.last_used[j] = handles[j] < 0 ? -1 : record(handles[j])->last_used;
     out.frequency[j] = handles[j] < 0 ? 0 : record(handles[j])->frequency;

@@ -25,6 +25,19 @@ std::int64_t floats_per_row(std::int64_t embedding_words, std::int64_t state_flo
   return (used + unit - 1) / unit * unit;
 }
 
+namespace {
+
+// Where a record of record_bytes begins behind the used floats of a row, in floats: at 8 bytes.
+std::int64_t floats_before_record(std::int64_t used) { return (used + 1) / 2 * 2; }
+
+// Floats from a row to the next one.
+std::int64_t floats_with_record(std::int64_t used, std::size_t record_bytes) {
+  const auto floats = static_cast<std::int64_t>(record_bytes / sizeof(float));
+  return floats_per_row(floats_before_record(used) + floats - 1, 0);
+}
+
+}  // namespace
+
 EmbeddingStore::EmbeddingStore(const StoreConfig& config)
     : dim_(config.dim),
       data_type_(config.data_type),
@@ -32,15 +45,20 @@ EmbeddingStore::EmbeddingStore(const StoreConfig& config)
       state_floats_(config.state_floats),
       state_init_(config.state_init),
       row_floats_(floats_per_row(embedding_words_, config.state_floats)),
+      used_floats_(embedding_words_ + config.state_floats + 1),
+      record_floats_(floats_before_record(used_floats_)),
+      stride_floats_(config.file_directory.empty()
+                         ? floats_with_record(used_floats_, sizeof(Record))
+                         : row_floats_),
       memory_(config.limit_bytes),
       file_(config.file_directory.empty()
                 ? nullptr
                 : std::make_unique<RowFile>(config.file_directory, config.file_limit_bytes,
                                             &memory_)),
-      slabs_(static_cast<std::size_t>(row_floats_) * sizeof(float), &memory_, file_.get()),
+      slabs_(static_cast<std::size_t>(stride_floats_) * sizeof(float), &memory_, file_.get()),
       records_(sizeof(Record), &memory_),
       ages_(sizeof(Age), &memory_),
-      free_rows_(sizeof(std::uint32_t), &memory_) {
+      free_rows_(&memory_) {
   if (dim_ < 1 || state_floats_ < 0) {
     throw std::invalid_argument("store: dim must be >= 1 and state_floats >= 0");
   }
@@ -160,7 +178,7 @@ void EmbeddingStore::clear() {
   }
   limbo_.clear();
   num_rows_.store(0, std::memory_order_relaxed);
-  num_free_ = 0;
+  free_rows_.take(free_rows_.size());
   last_batch_ = -1;
 }
 
@@ -180,7 +198,7 @@ void EmbeddingStore::clear_table(std::int64_t table) {
 void EmbeddingStore::free_row(Table* table, std::uint32_t row_number) {
   --table->size;
   *age(row_number) = kNoAge;
-  *free_row_number(num_free_++) = row_number;
+  free_rows_.add(row_number);
 }
 
 std::shared_lock<std::shared_mutex> EmbeddingStore::shared_keys() const {
@@ -250,13 +268,18 @@ StoreMemory EmbeddingStore::memory() const {
   const auto rows = static_cast<std::uint64_t>(num_rows_.load(std::memory_order_relaxed));
   const std::uint64_t untouched = slabs_.bytes_behind(rows) + records_.bytes_behind(rows) +
                                   ages_.bytes_behind(rows) + free_rows_.bytes_behind(rows);
+  const std::uint64_t in_rows =
+      file_ == nullptr ? slabs_.capacity() * std::uint64_t{sizeof(Record)} : 0;
+  const std::uint64_t row_bytes = static_cast<std::uint64_t>(stride_floats_) * sizeof(float) -
+                                  (file_ == nullptr ? sizeof(Record) : 0);
   return {index_bytes,
-          slabs_.bytes() + file.resident_pages * file.page_bytes,
-          records_.bytes() + ages_.bytes() + free_rows_.bytes(),
+          slabs_.bytes() + file.resident_pages * file.page_bytes - in_rows,
+          records_.bytes() + ages_.bytes() + free_rows_.bytes() + in_rows,
           admission_bytes,
           file.file_bytes,
           num_keys,
-          untouched};
+          untouched,
+          row_bytes};
 }
 
 }  // namespace nestpipe

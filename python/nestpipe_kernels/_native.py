@@ -13,7 +13,7 @@ from .config import default_threads
 
 __all__ = ["ABI_VERSION", "core", "import_extension"]
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """What `_core.abi_version` must be: csrc/include/nestpipe/abi.h."""
 
 

@@ -10,6 +10,7 @@ from stores import EXTREMES, StateOf, item_store, keys_of, table_zero, whole_row
 
 from nestpipe_kernels._native import core
 from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.optim import RowWiseAdagrad
 from nestpipe_kernels.policy import LRU
 from nestpipe_kernels.store import EmbeddingStore
 from nestpipe_kernels.types import KeyStatus, TableSpec
@@ -176,6 +177,56 @@ def test_undo_and_repeat_give_the_same_handles():
     store.undo(again)
     with pytest.raises(ValueError, match="undo: this retrieval has been undone already"):
         store.undo(again)
+
+
+@pytest.mark.parametrize("capacity", [None, 1000])
+def test_free_rows_are_used_again_in_the_order_in_which_they_lie(capacity):
+    store = item_store(capacity=capacity)
+    store.find_or_insert(torch.arange(100))
+    store.erase(keys_of(70, 3, 50, 7))
+    # Repeated keys take no row, whether found, new in a free row, or new in one that never was used.
+    keys = keys_of(500, 8, 500, 501, 8, 502, 501, 503, 504, 504, 505, 500)
+    retrieval = store.retrieve(keys, table_zero(keys), None, 4)
+    assert retrieval.handles.tolist() == [3, 8, 3, 7, 8, 50, 7, 70, 100, 100, 101, 3]
+    assert store.metadata(keys_of(500, 8, 504)).frequency.tolist() == [3, 3, 2]
+    assert store.counters()["inserted"] == 106
+    assert store.keys()[:8].tolist() == [0, 1, 2, 500, 4, 5, 6, 501]
+
+
+@pytest.mark.parametrize("capacity", [None, 10**6])
+def test_a_large_call_writes_the_rows_that_small_ones_do(capacity):
+    size = 120_000  # past the caches: 36 MB of rows
+    keys = torch.randperm(size) * 977
+    stores = [EmbeddingStore(dim=64, optimizer=RowWiseAdagrad(0.1), name="item", capacity=capacity) for _ in range(2)]
+    large, status = stores[0].find_or_insert(keys, batch=3)
+    small = torch.cat([stores[1].find_or_insert(part, batch=3)[0] for part in keys.split(5000)])
+    assert torch.equal(large, small) and int(status.sum()) == size
+    again, status = stores[0].find_or_insert(keys, batch=4)
+    assert torch.equal(again, large) and int(status.sum()) == 0
+    few = keys[::97].contiguous()
+    assert torch.equal(whole_rows(stores[0], few), whole_rows(stores[1], few))
+    metadata = stores[0].metadata(keys)
+    assert metadata.frequency.unique().tolist() == [2] and metadata.last_used.unique().tolist() == [4]
+    stores[0].erase(keys[: size // 2])
+    mixed = torch.cat([keys, keys[:1000]])
+    assert torch.equal(stores[0].find_or_insert(mixed, batch=5)[0], torch.cat([large, large[:1000]]))
+
+
+def test_buffer_rows_have_zeros_behind_the_updates():
+    store = item_store(dim=5)
+    keys = torch.arange(40)
+    store.find_or_insert(keys)
+    rows = whole_rows(store, keys)
+    used = 5 + store.state_floats + 1
+    assert rows.shape[1] > used and not rows[:, used:].view(torch.int32).any()
+    columns = torch.full((40, rows.shape[1] - 3), 7.0)
+    store.copy_columns(store.find_handles(keys, table_zero(keys)), [(12, columns)])
+    assert torch.equal(columns, rows[:, 3:])
+    metadata = store.metadata(keys)
+    store.load_columns(torch.arange(40, 80), None, [(0, torch.ones_like(rows))], metadata)
+    store.load_columns(keys, None, [(0, torch.ones_like(rows))], metadata)
+    assert torch.equal(store.metadata(torch.arange(80)).frequency, torch.ones(80, dtype=torch.int64))
+    assert store.find(torch.arange(80))[1].unique().tolist() == [FOUND]
 
 
 def test_undo_of_a_call_with_repeated_keys_restores_what_was_before_it():

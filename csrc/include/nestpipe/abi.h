@@ -4,6 +4,6 @@
 
 namespace nestpipe {
 
-constexpr int kAbiVersion = 14;
+constexpr int kAbiVersion = 15;
 
 }  // namespace nestpipe

@@ -13,7 +13,8 @@
 //
 // Load is at most 0.8. A full shard moves its entries to an array 1.5 times as long and frees the
 // old one. Shard i's lengths are the series 1.5^(k + i / 256), so the shards of an evenly filled
-// table grow one after another, not in the same call.
+// table grow one after another, not in the same call, and over and over in the same order: so their
+// arrays lie side by side on huge pages, and are left in the order in which they were taken.
 //
 // Concurrency. A method touches the shard of its hash alone: different threads may work on
 // different shards without locks. Searches may run together with searches.
@@ -22,9 +23,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "nestpipe/hash.h"
 #include "nestpipe/memory.h"
+#include "nestpipe/request_line.h"
 
 namespace nestpipe {
 
@@ -34,7 +37,7 @@ constexpr std::uint32_t kNoRow = 0xFFFFFFFFu;
 class KeyIndex {
  public:
   KeyIndex(std::uint64_t table_hash, MemoryAccount* account)
-      : table_hash_(table_hash), account_(account) {}
+      : table_hash_(table_hash), arrays_(std::make_unique<ChunkedArrays>(account)) {}
 
   std::uint64_t table_hash() const { return table_hash_; }
   std::uint64_t hash(std::int64_t key) const { return hash_key(table_hash_, key); }
@@ -42,7 +45,7 @@ class KeyIndex {
   // `hash` is always this->hash(key).
   void prefetch(std::uint64_t hash) const {
     const Shard& shard = shards_[shard_of(hash)];
-    if (shard.num_buckets != 0) __builtin_prefetch(&shard.buckets[home(shard, hash)]);
+    if (shard.num_buckets != 0) request_line(&shard.buckets[home(shard, hash)]);
   }
   std::uint32_t find(std::uint64_t hash, std::int64_t key) const;
   // find() as far as the key's home bucket goes, without a branch to mispredict: *row is the key's
@@ -58,7 +61,7 @@ class KeyIndex {
     const std::uint32_t found = bucket.rows[__builtin_ctz(equal | 1u << (kSlots - 1))];
     *row = equal != 0 ? found : kNoRow;
     const bool further = (equal == 0) & (bucket.passed != 0);
-    if (further) __builtin_prefetch(&shard.buckets[next(shard, at)]);
+    if (further) request_line(&shard.buckets[next(shard, at)]);
     return further;
   }
   // The row that the key has, or kNoRow after giving it `row`. Throws std::bad_alloc, changing
@@ -143,9 +146,9 @@ class KeyIndex {
   void resize(std::uint32_t shard_number, std::uint64_t num_buckets);
 
   std::uint64_t table_hash_;
-  MemoryAccount* account_;
+  std::unique_ptr<ChunkedArrays> arrays_;
   std::array<Shard, kNumShards> shards_;
-  std::array<Block, kNumShards> blocks_;
+  std::array<ChunkedArrays::Array, kNumShards> buckets_;  // What the shards point to.
 };
 
 }  // namespace nestpipe

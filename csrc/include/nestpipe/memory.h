@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstddef>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 namespace nestpipe {
@@ -52,6 +54,39 @@ class Block {
   MemoryAccount* account_ = nullptr;
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
+};
+
+// Zeroed memory for arrays of some tens of KB to a few MB: side by side in chunks of whole huge
+// pages, as each by itself would lie on small ones. A chunk goes back to the system with the last
+// array in it, so arrays should go in about the order in which they came. Several threads may take
+// arrays at the same time.
+class ChunkedArrays {
+ public:
+  // Owns `bytes` zeroed bytes, aligned to 64.
+  class Array {
+   public:
+    void* data() const { return data_; }
+    // The chunk that it lies in.
+    const std::shared_ptr<Block>& chunk() const { return chunk_; }
+
+   private:
+    friend class ChunkedArrays;
+    std::shared_ptr<Block> chunk_;
+    void* data_ = nullptr;
+  };
+
+  explicit ChunkedArrays(MemoryAccount* account) : account_(account) {}
+
+  // Throws std::bad_alloc.
+  Array take(std::size_t bytes);
+  // The chunk that the next array is likely to lie in, or null.
+  std::shared_ptr<Block> newest() const;
+
+ private:
+  MemoryAccount* account_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<Block> chunk_;
+  std::size_t used_bytes_ = 0;  // Of the chunk.
 };
 
 // Asks for huge pages where memory that is about to be written for the first time holds some: as

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 
 namespace nestpipe {
 
@@ -49,7 +50,7 @@ inline void prefetch_row(const float* row, std::int64_t num_floats) {
   constexpr std::int64_t kFloatsPerLine = 16;
   constexpr std::int64_t kMaxFloats = 8 * kFloatsPerLine;
   const std::int64_t last = std::min(num_floats, kMaxFloats);
-  for (std::int64_t d = 0; d < last; d += kFloatsPerLine) __builtin_prefetch(row + d);
+  for (std::int64_t d = 0; d < last; d += kFloatsPerLine) request_line(row + d);
 }
 
 }  // namespace nestpipe

@@ -70,6 +70,8 @@ class Slabs {
     return (((shifted >> slab_log2) + 1) << slab_log2) - shifted;
   }
 
+  // Records there is room for.
+  std::uint64_t capacity() const { return capacity_; }
   // Of memory.
   std::size_t bytes() const { return bytes_; }
   // Of these, what lies behind the first num_records records.
@@ -88,7 +90,7 @@ class Slabs {
   int split_log2_;
   int first_log2_ = 0;
   int base_log2_ = 0;
-  std::uint64_t capacity_ = 0;  // Records there is room for.
+  std::uint64_t capacity_ = 0;
   int num_slabs_ = 0;
   std::size_t bytes_ = 0;
   // 2^34 records at least: more than 32-bit row numbers reach.

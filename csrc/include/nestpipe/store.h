@@ -4,8 +4,9 @@
 // row_storage.h), optimizer state [state_floats], int32 `updates` (bit-cast), padding to a stride
 // of whole cache lines (of 16 bytes below 256). Rows of all tables lie in common slabs that never
 // move; a row's number is its handle, valid until the key is erased or evicted. Numbers of free
-// rows are used again, the last freed first. Beside each row, not in it, lies a record: key, table,
-// last_used, frequency.
+// rows are used again, the lowest first. Each row has a record: key, table, last_used, frequency.
+// In memory it follows `updates`, where callers see padding, so that using a row touches lines of
+// one place; a call that copies whole rows gives zeros there.
 //
 // Evicted rows go to limbo: out of the index, number and contents untouched and not used again, so
 // that undoing the retrieval puts them back without a copy. Limbo of batch u is freed on entry to a
@@ -16,7 +17,7 @@
 // keys, except that rows written twice in one call must be equal.
 //
 // Rows may lie in a file of which only a part is in memory (row_file.h); index and records never
-// do.
+// do: records are an array of their own then.
 //
 // Concurrency. Calls that change which keys exist or their metadata exclude each other and wait for
 // searches; those that only read or write rows by handle take no lock and may run beside everything
@@ -37,6 +38,7 @@
 
 #include "nestpipe/admission.h"
 #include "nestpipe/eviction.h"
+#include "nestpipe/free_rows.h"
 #include "nestpipe/init.h"
 #include "nestpipe/key_index.h"
 #include "nestpipe/lookup_pool.h"
@@ -89,7 +91,7 @@ struct KeySpan {
 
 // What retrieve answers. All [n].
 struct RetrievalSpan {
-  std::int64_t* handles;        // -1: refused or not admitted
+  std::int64_t* handles;        // -1: refused or not admitted. May be null for retrieve()
   std::uint8_t* status;         // KeyStatus
   float* embeddings = nullptr;  // If not null, also [n, dim], as read_embeddings() of the handles.
 };
@@ -134,7 +136,7 @@ struct MetadataSpan {
   std::int64_t* frequency;  // [n], occurrences
 };
 
-// Bytes offset .. offset + bytes - 1 of each row.
+// Bytes offset .. offset + bytes - 1 of each row; padding reads as zeros and is not written.
 struct RowColumn {
   std::int64_t offset;
   std::int64_t bytes;
@@ -144,11 +146,12 @@ struct RowColumn {
 struct StoreMemory {
   std::uint64_t index_bytes;
   std::uint64_t slab_bytes;
-  std::uint64_t metadata_bytes;
+  std::uint64_t metadata_bytes;  // Records, wherever they lie, and what else is there for each row.
   std::uint64_t admission_bytes;
   std::uint64_t file_bytes;       // On the disk.
   std::uint64_t num_keys;         // Of all tables.
   std::uint64_t untouched_bytes;  // Of slabs and metadata: behind all rows there ever were.
+  std::uint64_t row_bytes;        // Of one row, without its record.
 };
 
 // Floats of a row, padding included.
@@ -167,7 +170,8 @@ class EmbeddingStore {
   // of the call included; eviction makes room for them; where there is none, the last ones in input
   // order are refused. frequency += counts [n] (1 each where counts is null, else >= 0); a new
   // row's starts with the key's count so far. last_used = batch. With batch -1 last_used stays as
-  // it is and nothing is evicted. `score` serves tables with EvictionKind::kScore.
+  // it is and nothing is evicted. `score` serves tables with EvictionKind::kScore. journal null: it
+  // will not be undone; then row numbers that do not suffice are std::bad_alloc.
   void retrieve(const KeySpan& in, const std::int64_t* counts, std::int64_t batch,
                 const ScoreFunction& score, const RetrievalSpan& out, RetrievalJournal* journal);
   // The retrieval of keys with repetitions, where all of them have rows and no table evicts: counts
@@ -323,14 +327,16 @@ class EmbeddingStore {
   struct Departure;  // The rows that a call takes out.
 
   float* row(std::int64_t handle) const { return static_cast<float*>(slabs_.at(handle)); }
-  Record* record(std::int64_t handle) const { return static_cast<Record*>(records_.at(handle)); }
+  // Of a row that lies in memory.
+  Record* record_of(float* row) const { return reinterpret_cast<Record*>(row + record_floats_); }
+  Record* record(std::int64_t handle) const {
+    if (file_ == nullptr) return record_of(row(handle));
+    return static_cast<Record*>(records_.at(handle));
+  }
   Age* age(std::int64_t handle) const { return static_cast<Age*>(ages_.at(handle)); }
   void set_last_used(std::int64_t handle, std::int64_t batch) {
     record(handle)->last_used = batch;
     if (evicts_) *age(handle) = age_of(batch);
-  }
-  std::uint32_t* free_row_number(std::int64_t i) const {
-    return static_cast<std::uint32_t*>(free_rows_.at(i));
   }
   // Locks of keys_mutex_; a score function of this thread's retrieval must not wait for itself.
   std::shared_lock<std::shared_mutex> shared_keys() const;
@@ -372,6 +378,7 @@ class EmbeddingStore {
   void check_handles(const std::int64_t* handles, std::int64_t size) const;
   void make_embedding(const Initializer& init, std::int32_t table, std::int64_t key,
                       float* words) const;
+  // Embedding, state and updates.
   void initial_row(std::int32_t table, std::int64_t key, float* out) const;
   void absent_row(std::int32_t table, std::int64_t key, float* out) const;
   void absent_embedding(std::int32_t table, std::int64_t key, float* words) const;
@@ -396,20 +403,27 @@ class EmbeddingStore {
     }
   }
 
-  // Steps of retrieve (retrieval.cpp).
+  // Steps of retrieve (retrieval.cpp, found_rows.cpp, entering.cpp, new_rows.cpp).
+  void start_journal(std::int64_t size, RetrievalJournal* journal) const;
+  bool all_get_rows() const;
   void use_found(const RetrievalSpan& out, std::int64_t size, const std::int64_t* counts,
-                 std::int64_t batch, const RetrievalJournal& journal);
+                 std::int64_t batch, const RetrievalJournal* journal);
   void restore_metadata(const RetrievalSpan& out, std::int64_t size,
                         const RetrievalJournal& journal);
   void collect_missing(const std::int64_t* handles, Missing* missing);
-  void enter_provisionally(Missing* missing);
-  void admit(Missing* missing, const std::int64_t* counts);
+  void enter(Missing* missing);
+  void expect_rows(Missing* missing) const;
+  std::uint32_t number_of_entered(const Missing& missing, std::uint32_t found) const;
+  bool numbered_on_entry(Missing* missing);
+  void check_numbers(const Missing& missing) const;
+  void admit(Missing* missing);
   void number_rows(Missing* missing, const Departure& departure);
   void count_absent(const Missing& missing, RetrievalJournal* journal);
   void restore_counts(const std::vector<CountChange>& changes);
   void settle(const Missing& missing);
   void withdraw(const Missing& missing);
   void write_new_rows(const Missing& missing, std::int64_t batch, const RetrievalSpan& out);
+  void copy_others(const Missing& missing, const RetrievalSpan& out) const;
   void take_numbers(const Missing& missing);
   void reserve_rows(std::uint64_t num_rows);
 
@@ -420,6 +434,7 @@ class EmbeddingStore {
 
   // Steps of load_columns (loading.cpp).
   void check_columns(const std::vector<RowColumn>& columns) const;
+  std::size_t stored_bytes(const RowColumn& column) const;
   std::vector<std::pair<std::int64_t, std::int64_t>> gaps_between(
       const std::vector<RowColumn>& columns) const;
   bool load_new(std::int64_t table_number, const std::int64_t* keys, std::int64_t size,
@@ -451,6 +466,9 @@ class EmbeddingStore {
   const std::int64_t state_floats_;
   const float state_init_;
   const std::int64_t row_floats_;
+  const std::int64_t used_floats_;    // Of row_floats_: embedding, state, updates.
+  const std::int64_t record_floats_;  // Where a row's record begins, in memory.
+  const std::int64_t stride_floats_;  // Between rows.
 
   bool evicts_ = false;  // Some table has an eviction rule.
   mutable std::shared_mutex keys_mutex_;
@@ -460,13 +478,12 @@ class EmbeddingStore {
   Slabs slabs_;
   Slabs records_;
   Slabs ages_;
-  Slabs free_rows_;                        // A stack of row numbers, room for all.
+  FreeRows free_rows_;                     // Room for all row numbers.
   std::atomic<std::int64_t> num_rows_{0};  // Row numbers ever given out, free ones included.
-  std::int64_t num_free_ = 0;
-  std::vector<Limbo> limbo_;      // Oldest first.
-  std::int64_t sequence_ = 0;     // Of the latest retrieval or loading.
-  std::int64_t newest_ = -1;      // The retrieval that may be undone next.
-  std::int64_t last_batch_ = -1;  // Largest batch index seen.
+  std::vector<Limbo> limbo_;               // Oldest first.
+  std::int64_t sequence_ = 0;              // Of the latest retrieval or loading.
+  std::int64_t newest_ = -1;               // The retrieval that may be undone next.
+  std::int64_t last_batch_ = -1;           // Largest batch index seen.
   mutable std::atomic<std::thread::id> scoring_thread_{};
 };
 

@@ -32,6 +32,8 @@ FLOAT32 = torch.float32
 COUNTERS = ("inserted", "evicted", "expired", "refused", "not_admitted")
 MAX_DIM = 1 << 28
 """A row's bytes, state included, stay far from overflow."""
+MAX_KEPT_TABLES = 1 << 20
+"""Of a call of a single table: 4 bytes a key that the next call need not write."""
 KEY_BYTES = 12
 """Of the index: a key and its row number."""
 
@@ -133,6 +135,8 @@ class EmbeddingStore(RowTransfer, PooledRows):
         self.embedding_words: int = self._native.embedding_words
         self._given = GivenValues(self.tables, dim)
         self._removals = 0
+        self._same_table = torch.zeros(1, dtype=INT32)
+        """What the last calls of a single table had as tables, for the next one; never written again."""
         self.touched: TouchedRows | None = None
         self._score = score_caller(self.tables)
         self.table_hashes = words([core().hash_name(spec.name) for spec in self.tables])
@@ -167,20 +171,29 @@ class EmbeddingStore(RowTransfer, PooledRows):
             TypeError, ValueError: counts or batch out of range, or the result of a score function or of an init.Custom
                 function; nothing has changed. What these functions raise is passed on.
         """
-        return self._retrieve(keys, tables, counts, batch, None)
+        return self._retrieve(keys, tables, counts, batch)
 
     def _retrieve(
-        self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int, embeddings: Tensor | None
+        self,
+        keys: Tensor,
+        tables: Tensor,
+        counts: Tensor | None,
+        batch: int,
+        embeddings: Tensor | None = None,
+        undone: bool = True,
     ) -> Retrieval:
-        """As `retrieve`; embeddings float32 [n, dim], if not None, become those of the keys."""
+        """As `retrieve`; embeddings float32 [n, dim], if not None, become those of the keys. Not `undone`: it never
+        will be, and unless a user's function gives values there are no handles.
+        """
         check_keys("retrieve", keys, tables)
         check_batch(batch)
         size = keys.numel()
         if counts is not None:
             check_counts(counts, size)
         given = self._given_starts(keys, tables)
-        handles, status = torch.empty(size, dtype=INT64), torch.empty(size, dtype=torch.uint8)
-        journal = Journal(core().RetrievalJournal(), self._removals)
+        handles = torch.empty(size if undone or self._given.any else 0, dtype=INT64)
+        status = torch.empty(size, dtype=torch.uint8)
+        journal = Journal(core().RetrievalJournal(), self._removals) if undone else None
         self._native.retrieve(
             keys.data_ptr(),
             tables.data_ptr(),
@@ -188,9 +201,9 @@ class EmbeddingStore(RowTransfer, PooledRows):
             0 if counts is None else counts.data_ptr(),
             batch,
             self._score,
-            (handles.data_ptr(), status.data_ptr()),
+            (handles.data_ptr() if len(handles) else 0, status.data_ptr()),
             0 if embeddings is None else embeddings.data_ptr(),
-            journal.native,
+            None if journal is None else journal.native,
         )
         if given is not None:
             inserted = status[given[0]] == KeyStatus.INSERTED.value
@@ -391,14 +404,15 @@ class EmbeddingStore(RowTransfer, PooledRows):
         check_tensor("find_or_insert", "out", out, FLOAT32, (keys.numel(), self.dim))
         if batch is None:
             batch = self.last_batch + 1 if has_policy(spec) else -1
+        may_be_full = spec.capacity is not None and not has_policy(spec)
         try:
-            retrieval = self._retrieve(keys, tables, None, batch, None if self._given.any else out)
+            retrieval = self._retrieve(keys, tables, None, batch, None if self._given.any else out, may_be_full)
         except MemoryError as error:
             raise StoreFullError(
                 f"find_or_insert: no memory for the new ones of {keys.numel()} keys of table {spec.name!r}, which has "
                 f"{self.size(spec.name)} rows: erase keys, or shard over more processes"
             ) from error
-        refused = 0 if has_policy(spec) else int((retrieval.status == KeyStatus.REFUSED.value).sum())
+        refused = int((retrieval.status == KeyStatus.REFUSED.value).sum()) if may_be_full else 0
         if refused:
             self.undo(retrieval)
             raise StoreFullError(
@@ -507,7 +521,8 @@ class EmbeddingStore(RowTransfer, PooledRows):
     def memory(self) -> dict[str, int]:
         """Bytes, by what they are for.
 
-        Allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata", "admission". With a tier
+        Allocated: "index", "slabs" (rows, those in limbo and room for more), "metadata" (of each row, also where it
+        lies between rows), "admission". With a tier
         "file" bytes of the disk hold the rows, and "slabs" is what of them is in memory.
 
         In use: "keys" (12 bytes of the index for each), "rows" (of keys, wherever they lie). "waste" is what index
@@ -515,8 +530,8 @@ class EmbeddingStore(RowTransfer, PooledRows):
         metadata, lies behind all rows there ever were: the system has not yet had to find memory for it, so that the
         process grows by index + slabs + metadata + admission - untouched.
         """
-        index, slabs, metadata, admission, file, num_keys, untouched = self._native.memory()
-        keys, rows = num_keys * KEY_BYTES, num_keys * self.row_floats * 4
+        index, slabs, metadata, admission, file, num_keys, untouched, row_bytes = self._native.memory()
+        keys, rows = num_keys * KEY_BYTES, num_keys * row_bytes
         return {
             "index": index,
             "slabs": slabs,
@@ -552,7 +567,12 @@ class EmbeddingStore(RowTransfer, PooledRows):
         index = self._table(table)
         keys = key_vector(operation, keys)
         check_bounds(operation, keys, self.tables[index])
-        return keys, torch.full((keys.numel(),), index, dtype=INT32)
+        if len(self._same_table) < keys.numel() or int(self._same_table[0]) != index:
+            made = torch.full((keys.numel(),), index, dtype=INT32)
+            if keys.numel() > MAX_KEPT_TABLES:
+                return keys, made
+            self._same_table = made
+        return keys, self._same_table[: keys.numel()]
 
     def _given_starts(self, keys: Tensor, tables: Tensor) -> tuple[Tensor, Tensor] | None:
         """Positions and values of keys whose rows, if they get one now, start from a user's function."""

@@ -23,7 +23,7 @@ __all__ = [
 
 SEED_MASK = (1 << 64) - 1
 RECORD_BYTES = 40
-"""Beside each row: key, table, last_used (and a short form of it), frequency, and a place among the free rows."""
+"""Of each row: key, table, last_used (and a short form of it), frequency, and what aligning them takes."""
 INDEX_BYTES = 24
 """Of the index for each row, at its lowest load."""
 
