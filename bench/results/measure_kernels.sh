@@ -12,9 +12,15 @@ done
 rm -f "$results/kernels_rows.jsonl"
 "$nestpipe" bench row_sync --peers --threads 1 2 --repeat 9 --json "$results/kernels_rows.jsonl" > /dev/null
 
-# 12 GB of memory for the table and its two peers.
+# 12 GB of memory for the table and its two peers, 15 GB for the large table of `capacity`.
 rm -f "$results/kernels_store.jsonl"
-"$nestpipe" bench find_or_insert --peers --threads 1 2 --repeat 7 --json "$results/kernels_store.jsonl" > /dev/null
+for threads in 1 2; do
+  for mix in hits misses half; do
+    "$nestpipe" bench find_or_insert --mix $mix --peers --threads $threads --repeat 7 --json "$results/kernels_store.jsonl" > /dev/null
+  done
+done
+"$nestpipe" bench growth --peers --threads 2 --json "$results/kernels_store.jsonl" > /dev/null
+"$nestpipe" bench capacity --threads 2 --json "$results/kernels_store.jsonl" > /dev/null
 
 rm -f "$results/kernels_pool.jsonl"
 for shape in default dim8 dim128 dim512 single small hot; do
@@ -23,7 +29,7 @@ done
 for shape in default dim8 dim128 dim512 single small hot; do
   "$nestpipe" bench train_step --shapes $shape --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
 done
-for shape in default single small; do
+for shape in default dim8 dim128 dim512 single small hot; do
   "$nestpipe" bench train_step --shapes $shape --optimizer adam --peers --threads 2 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
 done
 "$nestpipe" bench lookup_pool --peers --threads 1 --repeat 7 --json "$results/kernels_pool.jsonl" > /dev/null
