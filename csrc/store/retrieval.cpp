@@ -233,7 +233,7 @@ void EmbeddingStore::undo(const RetrievalSpan& retrieval, std::int64_t size,
         "more after it");
   }
   restore_metadata(retrieval, size, *journal);
-  // Backwards, so that repeating the retrieval gives the keys the same rows.
+  // Repeating the retrieval gives the keys the same rows, as long as no others become free.
   for (std::int64_t j = size - 1; j >= 0; --j) {
     if (retrieval.status[j] != static_cast<std::uint8_t>(KeyStatus::kInserted)) continue;
     const Record* const inserted = record(retrieval.handles[j]);
