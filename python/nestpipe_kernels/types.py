@@ -437,7 +437,9 @@ class EmbeddingModule(Protocol):
         """The comm.SparseGroups that say how many copies of the rows there are."""
         ...
 
-    def row_stores(self) -> Sequence[RowStore]: ...
+    def row_stores(self) -> Sequence[RowStore]:
+        """Its stores. Modules may share one, with a table each, if it is the only one that they have."""
+        ...
 
     def plan_call(self, features: Any) -> LookupCall:
         """Validate an input and describe the lookup. Pure; raises IndexError/TypeError/ValueError for bad input."""

@@ -139,6 +139,77 @@ def test_modules_of_our_own_stay():
     assert type(model["ours"]) is nn.Embedding
 
 
+class Two(nn.Module):
+    """Two alike tables, one of another dim."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b, self.c = nn.Embedding(8, 3), nn.EmbeddingBag(8, 3, mode="sum"), nn.Embedding(8, 2)
+
+    def forward(self, ids):
+        out = self.a(ids).sum((1, 2)) + self.b(ids).sum(1) + self.c(ids).sum((1, 2))
+        return out.square().mean(), out
+
+
+class TestSharedStores:
+    """Tables that are alike are in one store, and nobody notices."""
+
+    def model(self, rule=SGD):
+        model = Two()
+        nk.convert(model, rule)
+        return model
+
+    def test_alike_tables_share_one(self):
+        model = self.model()
+        stores = [module.row_stores()[0] for module in (model.a, model.b, model.c)]
+        assert stores[0] is stores[1] is not stores[2]
+        with nk.NestedPipeline(model, None) as pipeline:
+            assert len(pipeline.rank.bindings) == 2
+            counters = []
+            pipeline.add_step_callback(counters.append)
+            list(pipeline.run([IDS]))
+            assert set(counters[0].table_rows) == {"a", "b", "c.c"}
+
+    def test_each_has_its_own_learning_rate(self):
+        model = self.model(optim.SGD(lr=1.0))
+        before = weights_of(model)
+        for module in (model.a, model.b):
+            assert [group["table"] for group in module.sparse_optimizer.param_groups] == [module._configs[0].name]
+        model.a.sparse_optimizer.param_groups[0]["lr"] = 0.0
+        model(IDS)[0].backward()
+        assert torch.equal(model.a.weight.detach().tensor(), before["a.weight"])
+        assert not torch.equal(model.b.weight.detach().tensor(), before["b.weight"])
+
+    def test_resetting_one_leaves_the_other(self):
+        model = self.model()
+        before = weights_of(model)
+        model.a.reset_parameters()
+        assert not torch.equal(model.a.weight.detach().tensor(), before["a.weight"])
+        assert torch.equal(model.b.weight.detach().tensor(), before["b.weight"])
+
+    def test_one_pipeline_at_a_time(self):
+        model = self.model()
+        parts = [nn.ModuleDict({"part": part}) for part in (model.a, model.b, model.c)]
+        with nk.NestedPipeline(parts[0], None):
+            with pytest.raises(ValueError, match="'part' belongs to another open pipeline"):
+                nk.NestedPipeline(parts[1], None)
+            nk.NestedPipeline(parts[2], None).close()
+        nk.NestedPipeline(parts[1], None).close()
+
+    def test_checkpoints_hold_each_table_once(self, tmp_path):
+        model, other = self.model(optim.Adam(lr=0.1)), self.model(optim.Adam(lr=0.1))
+        model.a.sparse_optimizer.param_groups[0]["lr"] = 0.5
+        model(IDS)[0].backward()
+        nk.checkpoint.save(tmp_path / "saved", model=model)
+        nk.checkpoint.load(tmp_path / "saved", model=other)
+        assert other.a.sparse_optimizer.current_lr("a") == 0.5
+        for _ in range(2):
+            assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+            model(IDS)[0].backward()
+            other(IDS)[0].backward()
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -45,18 +45,19 @@ class Participants:
     @property
     def stores(self) -> list[Any]:
         """All row stores, in module order."""
-        return [store for module in self.modules.values() for store in module.row_stores()]
+        return [store for _, store in self._places()]
 
     @property
     def table_names(self) -> list[list[str]]:
         """Per store and table, its name in the checkpoint: the table's own, with the module's where two are alike."""
-        pairs = [
-            [(path, spec.name) for spec in store.tables]
-            for path, module in self.modules.items()
-            for store in module.row_stores()
-        ]
+        pairs = [[(path, spec.name) for spec in store.tables] for path, store in self._places()]
         own = [name for store in pairs for _, name in store]
         return [[name if own.count(name) == 1 else f"{path}.{name}" for path, name in store] for store in pairs]
+
+    def _places(self) -> list[tuple[str, Any]]:
+        """(first module, store) of every store, once."""
+        pairs = [(path, store) for path, module in self.modules.items() for store in module.row_stores()]
+        return list({id(store): (path, store) for path, store in reversed(pairs)}.values())[::-1]
 
     @property
     def generators(self) -> dict[str, torch.Generator]:

@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from nestpipe_kernels.comm import SparseGroups
-from nestpipe_kernels.init import Zeros
+from nestpipe_kernels.comm.topology import checked_groups
 from nestpipe_kernels.nn import convert_torchrec
 from nestpipe_kernels.nn.collection import Collection
 from nestpipe_kernels.nn.convert_checks import check_module, check_optimizer, check_shared, refusal
-from nestpipe_kernels.nn.drop_in import TableModule
+from nestpipe_kernels.nn.drop_in import SharedAccess, TableModule
 from nestpipe_kernels.nn.embedding import Embedding
 from nestpipe_kernels.nn.embedding_bag import EmbeddingBag
+from nestpipe_kernels.nn.layout import group_key, make_layout
 from nestpipe_kernels.nn.references import References
 from nestpipe_kernels.nn.replaced_weight import give_back, take_away
+from nestpipe_kernels.nn.sparse_tables import SparseTables
 from nestpipe_kernels.nn.table_weight import TableWeight
 from nestpipe_kernels.types import SparseOptimizer
 
@@ -256,6 +258,7 @@ def _make(
 ) -> list[Collection]:
     """The new modules, filled; of modules that share a weight one has the table."""
     owners: dict[int, tuple[str, TableModule]] = {}
+    to_fill: list[tuple[Any, TableModule]] = []
     made: dict[int, Collection] = {}
     for one in sorted(found, key=lambda one: not isinstance(one.module, nn.EmbeddingBag)):  # bags can lend to any
         given = {"optimizer": optimizer, **settings.get(one.name, {})}
@@ -264,13 +267,26 @@ def _make(
             made[id(one)] = convert_torchrec.make(one.name, one.module, given, shared)
             continue
         key = id(one.module.weight)
-        new = _make_table(one, {**shared, **given}, owners.get(key))
-        owners.setdefault(key, (one.name, new))
+        owner = owners.get(key)
+        new = _make_table(one, {**shared, **given})
+        if owner is None:
+            owners[key] = one.name, new
+            to_fill.append((one.module, new))
+        else:
+            _check_tie(one, *owner)
         made[id(one)] = new
+    _share_stores([new for _, new in to_fill], shared)
+    for old, new in to_fill:
+        new.fill(old.weight.detach())
+    for one in found:
+        new_one = made[id(one)]
+        if isinstance(new_one, TableModule) and owners[id(one.module.weight)][1] is not new_one:
+            new_one.tie(owners[id(one.module.weight)][1])
     return [made[id(one)] for one in found]
 
 
-def _make_table(one: _Found, given: dict[str, Any], owner: tuple[str, TableModule] | None) -> TableModule:
+def _make_table(one: _Found, given: dict[str, Any]) -> TableModule:
+    """The new module without rows."""
     old = one.module
     cls: Any = EmbeddingBag if isinstance(old, nn.EmbeddingBag) else Embedding
     frozen = not old.weight.requires_grad
@@ -279,25 +295,42 @@ def _make_table(one: _Found, given: dict[str, Any], owner: tuple[str, TableModul
         keywords |= {"mode": old.mode, "include_last_offset": old.include_last_offset, "trainable": not frozen}
     else:
         keywords |= {"_freeze": frozen}
-    if owner is None:
-        keywords["_weight"] = old.weight.detach().cpu()
-    else:
-        keywords["init"] = Zeros()  # no row is made
+    keywords["_fill"] = False
     try:
         new: TableModule = cls(old.num_embeddings, old.embedding_dim, **keywords)
     except (TypeError, ValueError) as error:
         raise type(error)(f"convert: {one.name!r} ({type(old).__name__}): {error}") from error
-    if owner is not None:
-        name, lender = owner
-        if cls is EmbeddingBag and (lender.mode, lender.padding_idx) != (old.mode, old.padding_idx):
-            raise refusal(
-                one.name,
-                f"it shares its weight with {name!r}, but they differ in mode or padding_idx; give them the same, or "
-                "leave both out (skip=)",
-            )
-        new.tie(lender)
     _take_over(old, new)
     return new
+
+
+def _check_tie(one: _Found, name: str, lender: Any) -> None:
+    old = one.module
+    if isinstance(old, nn.EmbeddingBag) and (lender.mode, lender.padding_idx) != (old.mode, _padding(old)):
+        raise refusal(
+            one.name,
+            f"it shares its weight with {name!r}, but they differ in mode or padding_idx; give them the same, or "
+            "leave both out (skip=)",
+        )
+
+
+def _padding(old: Any) -> int | None:
+    return None if old.padding_idx is None else old.padding_idx % old.num_embeddings
+
+
+def _share_stores(modules: Sequence[TableModule], shared: dict[str, Any]) -> None:
+    """Put tables that are alike into one store each, as a collection does: less to do in a step."""
+    groups: dict[Any, list[TableModule]] = {}
+    for module in modules:
+        groups.setdefault(group_key(*module.table_rule), []).append(module)
+    for members in groups.values():
+        access = SharedAccess()
+        configs, rules = zip(*(module.table_rule for module in members))
+        sparse_groups = checked_groups(shared["sparse_groups"], "convert")
+        layout = make_layout(configs, rules, False)
+        tables = SparseTables(layout, shared["seed"], shared["process_group"], sparse_groups, access)
+        for module in members:
+            module.use_tables(tables, access)
 
 
 def _take_over(old: nn.Module, new: Collection) -> None:

@@ -20,10 +20,10 @@ from nestpipe_kernels.nn.sharding import owned_keys
 from nestpipe_kernels.nn.sparse_tables import SparseTables
 from nestpipe_kernels.nn.table_weight import TableWeight
 from nestpipe_kernels.nn.weights import write_embeddings
-from nestpipe_kernels.optim import SGD
+from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
 from nestpipe_kernels.types import UNBOUNDED, LookupCall, PoolingType, RowStore, SparseOptimizer, StoreKeys
 
-__all__ = ["TableModule", "check_arguments", "matrix_shape", "table_config"]
+__all__ = ["SharedAccess", "TableModule", "check_arguments", "matrix_shape", "table_config"]
 
 _SETTINGS: tuple[str, ...] = (
     *("data_type", "init", "capacity", "capacity_bytes", "admission", "eviction", "default_row"),
@@ -78,6 +78,16 @@ def matrix_shape(owner: str, embeddings: Any) -> tuple[int, int]:
     return embeddings.shape[0], embeddings.shape[1]
 
 
+class SharedAccess:
+    """What is called before the rows of a store are read or written from outside, for all modules that have it."""
+
+    hook: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self.hook is not None:
+            self.hook()
+
+
 class TableModule(Collection):
     """Base of Embedding and EmbeddingBag; see there."""
 
@@ -93,9 +103,10 @@ class TableModule(Collection):
         padding_idx: int | None,
         weight: Tensor | None,
         optimizer: SparseOptimizer | None,
+        fill: bool,
         **where: Any,
     ) -> None:
-        """`where`: device, seed, process_group and sparse_groups, as for Collection."""
+        """`where`: device, seed, process_group and sparse_groups, as for Collection. Not `fill`: see `use_tables`."""
         owner = f"nn.{type(self).__name__}"
         if optimizer is None and config.trainable:
             raise ValueError(
@@ -111,9 +122,12 @@ class TableModule(Collection):
         self.origin: tuple[nn.Module, ...] = ()
         """The module that this one stands for, where nk.convert made it."""
         self._lender: tuple[TableModule, ...] = ()  # in a tuple, so that it is no submodule
-        self._fill(weight)
+        self._table = 0
+        """Index of the table in its store."""
+        if fill:
+            self.fill(weight)
 
-    def _fill(self, weight: Tensor | None) -> None:
+    def fill(self, weight: Tensor | None) -> None:
         """Initial rows: as given, else as torch draws them, else by the table's own rule."""
         config = self._configs[0]
         assert self._sparse is not None
@@ -135,8 +149,8 @@ class TableModule(Collection):
 
     def reset_parameters(self) -> None:
         """The table takes initial values again, with fresh optimizer states; drawn anew if they are drawn."""
-        super().reset_parameters()
-        self._fill(None)
+        self.store(self._configs[0].name).clear()
+        self.fill(None)
 
     @property
     def trainable(self) -> bool:
@@ -175,6 +189,44 @@ class TableModule(Collection):
     # ----------------------------------------------------------------------------------------------- shared tables
 
     @property
+    def before_outside_access(self) -> Callable[[], None] | None:
+        """As the protocol's; one for all modules that share a store."""
+        return self._access().hook
+
+    @before_outside_access.setter
+    def before_outside_access(self, hook: Callable[[], None] | None) -> None:
+        self._access().hook = hook
+
+    def _access(self) -> SharedAccess:
+        found: SharedAccess = vars(self).setdefault("_shared_access", SharedAccess())
+        return found
+
+    def use_tables(self, tables: SparseTables, access: SharedAccess) -> None:
+        """Have the table in a store that other modules' tables are in, too, instead of one of its own, still empty.
+
+        Args:
+            tables: of one store, with this module's table among them; made with `access`.
+        """
+        name = self._configs[0].name
+        assert self._sparse is not None
+        tables.rates[name] = self._sparse.optimizer_group
+        self._rates = self._sparse.optimizer_group
+        self._sparse, self._table = tables, tables.place(name)[1]
+        vars(self)["_shared_access"] = access
+
+    @property
+    def table_rule(self) -> tuple[TableConfig, SparseOptimizer]:
+        """The table's settings and its update rule."""
+        config, rule = self._layout.optimizers[0]
+        assert rule is not None
+        return config, rule
+
+    @property
+    def sparse_optimizer(self) -> SparseOptimizerGroup:
+        """The learning rate of this table as torch-like `param_groups`, for schedulers."""
+        return vars(self).get("_rates") or self._sparse_tables("sparse_optimizer").optimizer_group
+
+    @property
     def table_module(self) -> TableModule:
         """The module that has the table: this one, or the one that it is tied to."""
         return self._lender[0] if self._lender else self
@@ -182,8 +234,10 @@ class TableModule(Collection):
     def tie(self, owner: TableModule) -> None:
         """Give up the own table and use that of `owner`, of the same shape, for good."""
         own = vars(self)
-        for name in ("_configs", "_layout", "_features", "_sparse", "seed", "process_group", "_sparse_groups"):
-            own[name] = vars(owner)[name]
+        shared = ("_configs", "_layout", "_features", "_sparse", "_table", "_rates", "_shared_access")
+        for name in (*shared, "seed", "process_group", "_sparse_groups"):
+            if name in vars(owner):
+                own[name] = vars(owner)[name]
         self._lender = (owner.table_module,)
 
     def row_stores(self) -> Sequence[RowStore]:
@@ -220,7 +274,7 @@ class TableModule(Collection):
         number = len(keys)
         store = StoreKeys(
             keys=keys,
-            tables=torch.zeros(number, dtype=torch.int32),
+            tables=torch.full((number,), self._table, dtype=torch.int32),
             bag_offsets=torch.arange(number + 1),
             segment_bags=(0, number),
             segment_modes=(PoolingType.NONE.code,),
@@ -253,6 +307,14 @@ class TableModule(Collection):
 
     def _weight_key(self, table: str) -> str:
         return "weight"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise TypeError(
+                f"{self.described}: weight cannot be set, its rows are in a store; load_state_dict() writes them, and "
+                "modules that share a weight must do so before nk.convert"
+            )
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What .to(), .half() and others call: a change of type is refused, as rows are float32 for the model."""

@@ -62,12 +62,13 @@ class Embedding(TableModule):
         seed: int = 0,
         process_group: Any = None,
         sparse_groups: SparseGroups | int = 1,
+        _fill: bool = True,
         **settings: Any,
     ) -> None:
         check_arguments("nn.Embedding", max_norm, scale_grad_by_freq, dtype)
         config = table_config("nn.Embedding", num_embeddings, embedding_dim, name, not _freeze, settings)
         where = {"device": device, "seed": seed, "process_group": process_group, "sparse_groups": sparse_groups}
-        super().__init__(config, padding_idx, _weight, optimizer, **where)
+        super().__init__(config, padding_idx, _weight, optimizer, _fill, **where)
 
     @classmethod
     def from_pretrained(

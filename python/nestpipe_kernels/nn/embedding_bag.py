@@ -62,6 +62,7 @@ class EmbeddingBag(TableModule):
         seed: int = 0,
         process_group: Any = None,
         sparse_groups: SparseGroups | int = 1,
+        _fill: bool = True,
         **settings: Any,
     ) -> None:
         check_arguments("nn.EmbeddingBag", max_norm, scale_grad_by_freq, dtype)
@@ -69,7 +70,7 @@ class EmbeddingBag(TableModule):
             raise ValueError(f"nn.EmbeddingBag: mode must be 'sum', 'mean' or 'max', got {mode!r}")
         config = table_config("nn.EmbeddingBag", num_embeddings, embedding_dim, name, trainable, settings)
         where = {"device": device, "seed": seed, "process_group": process_group, "sparse_groups": sparse_groups}
-        super().__init__(config, padding_idx, _weight, optimizer, **where)
+        super().__init__(config, padding_idx, _weight, optimizer, _fill, **where)
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -176,7 +177,7 @@ class EmbeddingBag(TableModule):
         keys = self._checked_ids(values, lambda place: f"{place} (bag {_bag_of(offsets, place)})")
         store = StoreKeys(
             keys=keys,
-            tables=torch.zeros(len(keys), dtype=torch.int32),
+            tables=torch.full((len(keys),), self._table, dtype=torch.int32),
             bag_offsets=offsets,
             segment_bags=(0, len(lengths)),
             segment_modes=(PoolingType[self.mode.upper()].code,),

@@ -9,7 +9,7 @@ from nestpipe_kernels.nn.configs import TableConfig, embedding_names
 from nestpipe_kernels.store import FileTier
 from nestpipe_kernels.types import DataType, PoolingType, SparseOptimizer
 
-__all__ = ["Layout", "Segment", "StoreGroup", "make_layout"]
+__all__ = ["Layout", "Segment", "StoreGroup", "group_key", "make_layout"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def make_layout(tables: Sequence[TableConfig], optimizers: Sequence[SparseOptimi
     groups: dict[tuple[object, ...], int] = {}
     column = 0
     for (config, optimizer), names in zip(pairs, embedding_names(tables), strict=True):
-        group = groups.setdefault(_group_key(config, optimizer), len(layout.stores))
+        group = groups.setdefault(group_key(config, optimizer), len(layout.stores))
         if group == len(layout.stores):
             layout.stores.append(
                 StoreGroup(config.embedding_dim, config.data_type, config.stochastic_rounding, optimizer, config.tier)
@@ -99,7 +99,8 @@ def make_layout(tables: Sequence[TableConfig], optimizers: Sequence[SparseOptimi
     return layout
 
 
-def _group_key(config: TableConfig, optimizer: SparseOptimizer | None) -> tuple[object, ...]:
+def group_key(config: TableConfig, optimizer: SparseOptimizer | None) -> tuple[object, ...]:
+    """Equal for tables that can share a store."""
     if optimizer is None:
         return (config.embedding_dim,)
     settings = tuple(sorted(optimizer.hyper().items()))

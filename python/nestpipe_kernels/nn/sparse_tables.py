@@ -83,6 +83,10 @@ class TableStore:
         """As EmbeddingStore.erase."""
         return self.store.erase(keys, table=self.name)
 
+    def clear(self) -> None:
+        """Remove the rows of the table, with their optimizer states; other tables of the store stay."""
+        self.store.clear(self.name)
+
     def keys(self) -> Tensor:
         """int64 [size]: the keys that have rows on this rank."""
         return self.store.keys(self.name)
@@ -132,6 +136,8 @@ class SparseTables:
                 for config in group.tables
             ]
             self.stores.append(_make_store(self._with_quotas(specs, group), group, group.tier))
+        self.rates: dict[str, SparseOptimizerGroup] = {}
+        """Of tables whose learning rate another group than `optimizer_group` has: that of their own module."""
         self.optimizer_group = SparseOptimizerGroup(
             (config.name, rule, config.lr_scale) for config, rule in layout.optimizers if rule is not None
         )
@@ -163,7 +169,7 @@ class SparseTables:
         """float32 [T]: current rate times lr_scale; 0 for a frozen table."""
         return torch.tensor(
             [
-                self.optimizer_group.current_lr(spec.name) if spec.trainable else 0.0
+                self.rates.get(spec.name, self.optimizer_group).current_lr(spec.name) if spec.trainable else 0.0
                 for spec in self.stores[store_index].tables
             ],
             dtype=torch.float32,

@@ -39,7 +39,7 @@ def common_facts(rank: RankState, config: PipelineConfig) -> Facts:
     tables: dict[str, str] = {}
     for binding in rank.bindings:
         for table, rate in zip(binding.store.tables, _rates(binding)):
-            tables |= _table(binding.module_name, binding.store, table, rate)
+            tables |= _table("" if binding.sharers else binding.module_name, binding.store, table, rate)
     dense = {
         f"dense parameter {name!r}": f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
         for name, p in rank.dense_parameters

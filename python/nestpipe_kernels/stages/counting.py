@@ -61,7 +61,8 @@ def count_retrieval(rank: RankState, batch: BatchState) -> None:
             statuses[status] += found[status]
         counts.evicted += len(binding.store.evicted(owner.retrieval)[0])
         for k, table in enumerate(binding.store.tables):
-            name = table.name if len(rank.modules) == 1 else f"{binding.module_name}.{table.name}"
+            alone = len(rank.modules) == 1 or binding.sharers
+            name = table.name if alone else f"{binding.module_name}.{table.name}"
             counts.table_rows[name] = binding.store.size(k)
     counts.statuses = statuses
 

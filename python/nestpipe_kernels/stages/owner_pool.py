@@ -93,7 +93,7 @@ def pool_at_owners(
     keys = source.lists
     world, peers = len(keys.per_peer), keys.peers().numpy()
     flags = np.array(binding.pooled)
-    numbers = [len(call.get(binding.module_name, [])) for call in calls]
+    numbers = [len(binding.lookups(call)) for call in calls]
     made = [_Bags(one, s, flags, n, peers, world) for one, s, n in zip(lists, source.slots, numbers)]
     if rank.owner_pooling_auto:
         saves = flags & _saves(rank, binding, made, len(keys.keys))

@@ -212,8 +212,7 @@ def plan_keys(rank: RankState, micro_calls: Sequence[dict[str, list[LookupCall]]
     plans = []
     for binding in rank.bindings:
         lists = [
-            concat_keys([call.stores[binding.index] for call in calls.get(binding.module_name, [])])
-            for calls in micro_calls
+            concat_keys([call.stores[binding.index] for _, _, call in binding.lookups(calls)]) for calls in micro_calls
         ]
         valid = None
         if any(one.valid is not None for one in lists):

@@ -4,11 +4,11 @@ travels."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
+
 RowHook = Callable[[int, str, Tensor], None]
 """(step, table, keys int64 [n]): told what happened to rows."""
 
@@ -52,18 +54,26 @@ lane when the function has returned."""
 
 @dataclass
 class StoreBinding:
-    """One store of one module, with its two row buffers."""
+    """One store of one module, or of several that share it, with its two row buffers."""
 
     store: RowStore
     module_name: str
     module: EmbeddingModule
+    """The first, if several share the store."""
     index: int
     """Which of the module's stores this is."""
+    sharers: list[str] = field(default_factory=list)
+    """Names of other modules, whose only store this is."""
     pooled: tuple[bool, ...] = ()
     """Per segment of a call: owners pool its bags; empty where they pool none."""
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, 0, dtype=torch.float32) for _ in range(2)])
     device: torch.device | None = None
     """Where the buffers are; None: on the CPU."""
+
+    def lookups(self, calls: Mapping[str, Sequence[_T]]) -> list[tuple[str, int, _T]]:
+        """(module, call, what there is for it) of all modules that have the store, in the order of its lists."""
+        names = [self.module_name, *self.sharers]
+        return [(name, k, one) for name in names for k, one in enumerate(calls.get(name, ()))]
 
     @cached_property
     def trainable(self) -> Tensor:
@@ -85,12 +95,17 @@ class StoreBinding:
 
 
 def bind_stores(modules: dict[str, EmbeddingModule], device: torch.device | None = None) -> list[StoreBinding]:
-    """Every store of every module, in module order; row buffers on `device`."""
-    return [
-        StoreBinding(store, name, module, k, device=device)
-        for name, module in modules.items()
-        for k, store in enumerate(module.row_stores())
-    ]
+    """Every store, once, in module order; row buffers on `device`."""
+    bound: dict[int, StoreBinding] = {}
+    for name, module in modules.items():
+        stores = module.row_stores()
+        for k, store in enumerate(stores):
+            known = bound.setdefault(id(store), StoreBinding(store, name, module, k, device=device))
+            if known.module is not module:
+                if len(stores) > 1 or known.index:
+                    raise ValueError(f"modules {known.module_name!r} and {name!r} share a store, but have others, too")
+                known.sharers.append(name)
+    return list(bound.values())
 
 
 class Inputs(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -132,9 +133,11 @@ class MicroContext:
         self._rows: dict[str, list[Tensor]] = {name: [] for name in rank.modules}
         self._slots: dict[str, list[list[Tensor]]] = {name: [] for name in rank.modules}
         for binding, plan in zip(rank.bindings, plans):
-            lengths = [len(c.stores[binding.index].keys) for c in micro.calls.get(binding.module_name, [])]
-            self._rows[binding.module_name].append(plan.received)
-            self._slots[binding.module_name].append(list(torch.split(plan.source.slots[number], lengths)))
+            lengths = [len(call.stores[binding.index].keys) for _, _, call in binding.lookups(micro.calls)]
+            slots = iter(torch.split(plan.source.slots[number], lengths))
+            for name in (binding.module_name, *binding.sharers):
+                self._rows[name].append(plan.received)
+                self._slots[name].append(list(islice(slots, len(micro.calls.get(name, [])))))
 
     def lookup(self, module: EmbeddingModule, features: Any) -> Any:
         """Answer a module call of this micro-batch from the rows that were planned and received for it."""
@@ -230,14 +233,14 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
     batch.outputs.append(output)
     if training:
         for binding, plan in zip(rank.bindings, batch.plans):
-            calls = micro.calls.get(binding.module_name, [])
+            calls = binding.lookups(micro.calls)
             grads: list[Tensor | None] = []
-            for k, call in enumerate(calls):
-                given = context.gradients.get((binding.module_name, k))
+            for name, k, call in calls:
+                given = context.gradients.get((name, k))
                 grads += given[binding.index] if given else [None] * len(call.stores[binding.index].segment_modes)
             keys = plan.occurrences[number]
             if context.used:
-                live = [context.used.get((binding.module_name, k), call) for k, call in enumerate(calls)]
+                live = [context.used.get((name, k), call) for name, k, call in calls]
                 keys = concat_keys([call.stores[binding.index] for call in live])
             accumulate_gradients(plan, keys, plan.source.slots[number], grads)
 
