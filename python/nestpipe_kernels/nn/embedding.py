@@ -38,6 +38,7 @@ class Embedding(TableModule):
         seed: with the name, what an `init` rule depends on.
         process_group, sparse_groups: as for EmbeddingCollection.
         **settings: other fields of EmbeddingConfig: data_type, init, capacity, admission, eviction, tier, lr_scale ...
+        _fill: False: there are no rows until nk.convert makes them.
 
     Raises:
         TypeError, ValueError: arguments that are wrong, contradict each other or cannot keep their meaning; named.

@@ -36,6 +36,7 @@ class EmbeddingBag(TableModule):
         dtype: float32, or None.
         trainable: False: rows are never updated.
         optimizer, name, seed, process_group, sparse_groups, **settings: as for nk.nn.Embedding.
+        _fill: False: there are no rows until nk.convert makes them.
 
     Raises:
         TypeError, ValueError: arguments that are wrong, contradict each other or cannot keep their meaning; named.
