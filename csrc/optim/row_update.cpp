@@ -1,6 +1,7 @@
 // Applies an update rule to buffer rows: chooses the rule once, then runs over the rows.
 #include "nestpipe/row_update.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -8,11 +9,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "nestpipe/request_line.h"
 #include "nestpipe/row_tasks.h"
 #include "update_rules.h"
 
 namespace nestpipe {
 namespace {
+
+constexpr std::int64_t kFloatsPerLine = 16;
+constexpr std::int64_t kFloatsAhead = 2048;  // Of rows that are requested before they are updated.
 
 std::int32_t read_updates(const float* header) {
   std::int32_t updates;
@@ -49,7 +54,17 @@ void update_rows(const UpdateArguments& a, std::int64_t num_state, const Rule& r
     }
     if (updates < std::numeric_limits<std::int32_t>::max()) write_updates(header, updates + 1);
   };
+  // Long rows are several arrays side by side, each too short for the hardware's prefetcher.
+  const std::int64_t used = words + num_state + 1;
+  const auto request = [&](std::int64_t u) {
+    const float* const row = a.row(u);
+    for (std::int64_t d = 0; d < used; d += kFloatsPerLine) request_line_early(row + d);
+    const float* const grad = grads + (u - begin) * stride;
+    for (std::int64_t d = 0; d < a.dim; d += kFloatsPerLine) request_line_early(grad + d);
+  };
+  const std::int64_t ahead = std::max<std::int64_t>(1, kFloatsAhead / used);
   for (std::int64_t u = begin; u < end; ++u) {
+    if (a.pointers == nullptr && u + ahead < end) request(u + ahead);
     if (a.mask == nullptr || a.mask[u] != 0) update(u);
   }
 }
