@@ -14,6 +14,7 @@ from torch import nn
 
 import nestpipe_kernels as nk
 from nestpipe_kernels import optim
+from nestpipe_kernels.checkpoint.participants import participants
 from nestpipe_kernels.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 
 SGD = optim.SGD(lr=0.01)
@@ -152,6 +153,19 @@ class Two(nn.Module):
         return out.square().mean(), out
 
 
+class Many(nn.Module):
+    """Four alike tables, looked up in another order than they stand, each with another number of ids."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.tables = nn.ModuleList([nn.Embedding(9, 3) for _ in range(4)])
+
+    def forward(self, ids):
+        out = sum((k + 1) * self.tables[k](ids[:, : k + 1]).sum((1, 2)) for k in (2, 0, 3, 1))
+        return out.square().mean(), out
+
+
 class TestSharedStores:
     """Tables that are alike are in one store, and nobody notices."""
 
@@ -188,6 +202,20 @@ class TestSharedStores:
         assert not torch.equal(model.a.weight.detach().tensor(), before["a.weight"])
         assert torch.equal(model.b.weight.detach().tensor(), before["b.weight"])
 
+    def test_many_in_one_store_train_as_plain_pytorch(self):
+        plain, model = Many(), Many()
+        nk.convert(model, SGD)
+        assert len({id(module.row_stores()[0]) for module in model.tables}) == 1
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+        batches = [torch.randint(0, 9, (6, 4), generator=torch.Generator().manual_seed(k)) for k in range(5)]
+        with nk.NestedPipeline(model, None, config=nk.PipelineConfig(num_micro_batches=2)) as pipeline:
+            for batch, _ in zip(batches, pipeline.run(batches), strict=True):
+                optimizer.zero_grad()
+                plain(batch)[0].backward()
+                optimizer.step()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
     def test_one_pipeline_at_a_time(self):
         model = self.model()
         parts = [nn.ModuleDict({"part": part}) for part in (model.a, model.b, model.c)]
@@ -201,6 +229,7 @@ class TestSharedStores:
         model, other = self.model(optim.Adam(lr=0.1)), self.model(optim.Adam(lr=0.1))
         model.a.sparse_optimizer.param_groups[0]["lr"] = 0.5
         model(IDS)[0].backward()
+        assert participants("save", model, None, None, None).table_names == [["b", "a"], ["c"]]
         nk.checkpoint.save(tmp_path / "saved", model=model)
         nk.checkpoint.load(tmp_path / "saved", model=other)
         assert other.a.sparse_optimizer.current_lr("a") == 0.5
