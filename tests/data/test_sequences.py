@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from nestpipe_kernels.capture.split import split
 from nestpipe_kernels.data import Interactions, SequenceBatch, SequenceDataset, batches, open_data, read_clicks
 
 
-def interactions(rows: list[tuple[int, int, int]]) -> Interactions:
-    return Interactions(*(torch.tensor(column, dtype=torch.int64) for column in zip(*rows)))
+def interactions(rows: list[tuple[int, int, float]]) -> Interactions:
+    users, items, times = zip(*rows) if rows else ((), (), ())
+    return Interactions(
+        torch.tensor(users, dtype=torch.int64), torch.tensor(items, dtype=torch.int64),
+        torch.tensor(times, dtype=torch.float64),
+    )  # fmt: skip
 
 
 ROWS = [
@@ -63,15 +68,34 @@ def test_batches_can_be_split_and_drawn() -> None:
     assert len(batch.to("cpu")) == 3
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
-def test_sizes_that_make_no_sense(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"must be >= 1, got {sizes[0]} and {sizes[1]}"):
-        SequenceDataset("x", interactions(ROWS), *sizes)
+@pytest.mark.parametrize("name", ["max_length", "num_candidates"])
+@pytest.mark.parametrize("size", [0, 1.5, True])
+def test_sizes_that_make_no_sense(name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"SequenceDataset: {name} must be an integer >= 1, got {size}"):
+        SequenceDataset("x", interactions(ROWS), **{name: size})
+
+
+def test_parts_of_seconds_count_for_the_order() -> None:
+    data = SequenceDataset("x", interactions([(1, 10, 1.0), (1, 13, 2.9), (1, 12, 2.6), (1, 11, 2.1)]))
+    assert lists(data.batch(torch.tensor([0])), "sequence") == [[10, 11]]
+    assert data.ranking().batch(torch.tensor([0])).times.values().tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("time", [1e300, float("nan"), -float("inf")])
+def test_times_that_are_no_seconds(time: float) -> None:
+    with pytest.raises(ValueError, match="x: times must be seconds within 2\\^53 of 0"):
+        SequenceDataset("x", interactions([(1, 10, 1.0), (1, 11, 2.0), (1, 12, time)]))
+
+
+def test_a_batch_of_no_samples() -> None:
+    assert len(SequenceDataset("x", interactions(ROWS)).batch(torch.zeros(0, dtype=torch.int64))) == 0
 
 
 def test_nothing_to_learn() -> None:
     with pytest.raises(ValueError, match="x: no user has three interactions"):
         SequenceDataset("x", interactions([(1, 2, 3), (1, 3, 4), (2, 5, 6)]))
+    with pytest.raises(ValueError, match="x: no user has three interactions"):
+        SequenceDataset("x", interactions([]))
 
 
 def test_kuairand_gives_clicks(tmp_path: Path) -> None:
@@ -79,7 +103,7 @@ def test_kuairand_gives_clicks(tmp_path: Path) -> None:
     (tmp_path / "user_features_pure.csv").write_text("user_id\n")
     clicked += write_log(tmp_path / "log_standard_4_22_to_5_08_pure.csv", 5, 40, 200, seed=1)
     found = read_clicks(tmp_path)
-    assert list(zip(found.users.tolist(), found.items.tolist(), found.times.tolist())) == clicked
+    assert list(zip(found.users.tolist(), found.items.tolist(), found.times.floor().tolist())) == clicked
     data = open_data(f"kuairand:{tmp_path}", sequences=True)
     assert data.name == "kuairand" and len(data) >= 5
 
@@ -102,6 +126,7 @@ def test_movielens_as_sequences(tmp_path: Path) -> None:
         (HEADER + "\n1,2,3,4,5,maybe" + ",0" * 13 + "\n", r"line 2: expected is_click 0 or 1, got 'maybe'"),
         (HEADER + "\nx,2,3,4,5,1" + ",0" * 13 + "\n", r"line 2: expected an integer user_id, got 'x'"),
         (HEADER + "\n1,2,3,4,5,0" + ",0" * 13 + "\n", r"has no clicks"),
+        (HEADER + "\n1" + "2" * 200_000 + ",1\n", r"line 2: field larger than field limit"),
         ("", r"is empty"),
     ],
 )

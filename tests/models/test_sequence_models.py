@@ -169,7 +169,7 @@ def test_one_table_alone() -> None:
 
 def repeating() -> SequenceDataset:
     """Users who go round the same six items."""
-    rows = [(user, 100 + (user + t) % 6, 1000 * user + 60 * t) for user in range(40) for t in range(14)]
+    rows = [(user, 100 + (user + t) % 6, 1000.0 * user + 60 * t) for user in range(40) for t in range(14)]
     return SequenceDataset("x", Interactions(*(torch.tensor(c) for c in zip(*rows))), max_length=8, num_candidates=4)
 
 

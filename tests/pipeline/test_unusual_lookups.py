@@ -1,8 +1,10 @@
 """Unusual uses of lookups in a model: in place, under activation checkpointing, with a backward of the model's own."""
 
+import warnings
+
 import pytest
 import torch
-from small_model import EXACT, Recommender, make_batch, make_config
+from small_model import EXACT, Recommender, make_batch, make_config, make_pipeline
 from torch.utils.checkpoint import checkpoint
 
 from nestpipe_kernels import optim
@@ -83,3 +85,29 @@ def test_a_backward_of_the_models_own_adds_to_the_rows_as_to_parameters():
 def test_a_lookup_inside_activation_checkpointing_is_refused():
     with pytest.raises(CaptureError, match="module 'ebc' is called during backward"):
         weights_after(CheckpointedLookup())
+
+
+class Watching(Recommender):
+    """Looks the items up once more for a figure that the loss does not depend on."""
+
+    def forward(self, batch):
+        with torch.no_grad():
+            self.seen = self.ebc(batch.sparse).values().norm()
+        return super().forward(batch)
+
+
+RULES = [
+    (optim.SGD(lr=0.1), 0), (optim.Adagrad(lr=0.1), 0), (optim.RowWiseAdagrad(lr=0.1), 0),
+    (optim.Adam(), 1), (optim.SGD(lr=0.1, momentum=0.9), 1), (optim.Adagrad(lr=0.1, weight_decay=0.1), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, warned", RULES, ids=str)
+def test_rows_without_a_gradient_are_warned_of_once_where_that_moves_them(rule, warned):
+    with warnings.catch_warnings(record=True) as seen, make_pipeline(Watching(optimizer=rule), "nested") as pipeline:
+        warnings.simplefilter("always")
+        for _ in pipeline.run(batches(0)):
+            pass
+    found = [str(w.message) for w in seen if "no gradient came back" in str(w.message)]
+    assert len(found) == warned
+    assert all("a lookup of 'ebc' (under no_grad, detached, or its output unused)" in text for text in found)

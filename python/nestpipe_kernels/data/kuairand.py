@@ -6,13 +6,12 @@ was shown; of the columns `user_id`, `video_id`, `time_ms` and `is_click` are us
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import torch
 
 from nestpipe_kernels.data.sequences import Interactions
-from nestpipe_kernels.data.text_files import malformed, parse_key, read_lines
+from nestpipe_kernels.data.text_files import csv_rows, malformed, parse_key, read_lines
 
 __all__ = ["read_clicks"]
 
@@ -26,25 +25,31 @@ def read_clicks(path: str | Path) -> Interactions:
         FileNotFoundError: no such file, or a folder without logs.
         ValueError: a wrong header or row, with file, line, expected and got; or no click at all.
     """
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    users: list[int] = []
+    videos: list[int] = []
+    times: list[int] = []
     for file in _log_files(Path(path)):
         lines = read_lines(file, "kuairand")
-        names = next(csv.reader([next(lines, "")]), [])
+        names = next(csv_rows([next(lines, "")], file, 1), [])
         if missing := [name for name in _COLUMNS if name not in names]:
             raise malformed(file, 1, f"columns {', '.join(_COLUMNS)} (missing: {', '.join(missing)})", ",".join(names))
         user, video, time, click = (names.index(name) for name in _COLUMNS)
-        for number, fields in enumerate(csv.reader(lines), 2):
+        for number, fields in enumerate(csv_rows(lines, file, 2), 2):
             if len(fields) != len(names):
                 raise malformed(file, number, f"{len(names)} fields", fields)
             if fields[click] not in ("0", "1"):
                 raise malformed(file, number, "is_click 0 or 1", fields[click])
             if fields[click] == "1":
-                columns[0].append(parse_key(fields[user], file, number, "user_id"))
-                columns[1].append(parse_key(fields[video], file, number, "video_id"))
-                columns[2].append(parse_key(fields[time], file, number, "time_ms") // 1000)
-    if not columns[0]:
+                users.append(parse_key(fields[user], file, number, "user_id"))
+                videos.append(parse_key(fields[video], file, number, "video_id"))
+                times.append(parse_key(fields[time], file, number, "time_ms"))
+    if not users:
         raise ValueError(f"kuairand: {path} has no clicks")
-    return Interactions(*(torch.tensor(column, dtype=torch.int64) for column in columns))
+    return Interactions(
+        torch.tensor(users, dtype=torch.int64),
+        torch.tensor(videos, dtype=torch.int64),
+        torch.tensor(times, dtype=torch.float64) / 1000,
+    )
 
 
 def _log_files(path: Path) -> list[Path]:

@@ -8,7 +8,6 @@ the timestamp; equal timestamps follow the file's order. Ids are the keys, as th
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from nestpipe_kernels.data.batch import Batch
 from nestpipe_kernels.data.dataset import DEFAULT_BATCH_SIZE, TableSchema
-from nestpipe_kernels.data.text_files import malformed, parse_finite, parse_key, read_lines
+from nestpipe_kernels.data.text_files import csv_rows, malformed, parse_finite, parse_key, read_lines
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 
 __all__ = ["MovieLensDataset", "Ratings", "read_ratings"]
@@ -96,8 +95,8 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str, str, str]]:
     elif "\t" in first:
         yield from _pick(path, 1, (line.split("\t") for line in _again(first, lines)), (0, 1, 2, 3), 4)
     elif "," in first and not first[0].isdigit():
-        names = next(csv.reader([first]))
-        yield from _pick(path, 2, csv.reader(lines), _positions(names, path), len(names))
+        names = next(csv_rows([first], path, 1))
+        yield from _pick(path, 2, csv_rows(lines, path, 2), _positions(names, path), len(names))
     else:
         layouts = "a .inter header, tab-separated u.data, ratings.dat with ::, or a CSV header"
         raise malformed(path, 1, layouts, first)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from nestpipe_kernels.data.criteo import CriteoDataset
 from nestpipe_kernels.data.dataset import Dataset
 from nestpipe_kernels.data.kuairand import read_clicks
@@ -56,6 +54,5 @@ def open_data(
         return SequenceDataset(kind, read_clicks(path))
     if sequences:
         ratings = read_ratings(path)
-        times = ratings.timestamps.to(torch.int64)
-        return SequenceDataset(kind, Interactions(ratings.users, ratings.items, times))
+        return SequenceDataset(kind, Interactions(ratings.users, ratings.items, ratings.timestamps))
     return CriteoDataset(path, max_rows) if kind == "criteo" else MovieLensDataset(path, history_length)

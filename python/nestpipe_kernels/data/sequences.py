@@ -26,7 +26,7 @@ class Interactions:
     items: Tensor
     """int64 [n]"""
     times: Tensor
-    """int64 [n], seconds."""
+    """float64 [n], seconds; whole seconds are what models see, all of it counts for the order."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _ByUser:
         users, times = interactions.users.numpy(), interactions.times.numpy()
         order = np.lexsort((times, users))
         self.items = interactions.items[torch.from_numpy(order)]
-        self.times = interactions.times[torch.from_numpy(order)]
+        self.times = interactions.times[torch.from_numpy(order)].floor().to(torch.int64)
         starts = np.flatnonzero(np.diff(users[order], prepend=users[order[0]] + 1))
         self.starts = torch.from_numpy(starts)
         self.lengths = torch.diff(self.starts, append=torch.tensor([len(users)]))
@@ -87,14 +87,15 @@ class SequenceDataset:
 
     Args:
         name: of the data set.
-        interactions: at least one user has three or more.
+        interactions: at least one user has three or more; times within 2^53 seconds of 0.
         max_length: most items of a sample.
         num_candidates: items that every target of a sample is told from (sampled softmax), drawn evenly from all items;
             the same for a sample each time.
         seed: of the candidates.
 
     Raises:
-        ValueError: a size below 1, or no user with three interactions.
+        ValueError: a size that is no integer >= 1, a time that is no number of seconds, or no user with three
+            interactions.
     """
 
     num_dense = 0
@@ -105,13 +106,16 @@ class SequenceDataset:
     def __init__(
         self, name: str, interactions: Interactions, max_length: int = 64, num_candidates: int = 128, seed: int = 0
     ) -> None:
-        if max_length < 1 or num_candidates < 1:
-            raise ValueError(
-                f"SequenceDataset: max_length and num_candidates must be >= 1, got {max_length} and {num_candidates}"
-            )
+        for what, size in (("max_length", max_length), ("num_candidates", num_candidates)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"SequenceDataset: {what} must be an integer >= 1, got {size!r}")
+        if bool((~(interactions.times.abs() <= 2.0**53)).any()):
+            raise ValueError(f"{name}: times must be seconds within 2^53 of 0")
         self.name, self.max_length = name, max_length
         self.catalogue = torch.unique(interactions.items)
         self._num_candidates, self._seed = num_candidates, seed
+        if not len(interactions.users):
+            raise ValueError(f"{name}: no user has three interactions, so there is nothing to learn and to rank")
         self._data = _ByUser(interactions)
         pairs = self._data.lengths - 2  # the first item has nothing before it, the last one is held out
         users = torch.nonzero(pairs > 0).squeeze(1)
@@ -132,7 +136,7 @@ class SequenceDataset:
         """The samples at `indices` (int64 [m])."""
         starts, lengths = self._starts[indices], self._lengths[indices]
         places = self._data.take(starts, lengths)
-        drawn = [self._candidates(index) for index in indices.tolist()]
+        drawn = [places.new_empty(0), *(self._candidates(index) for index in indices.tolist())]
         counts = torch.full((len(indices),), self._num_candidates, dtype=torch.int64)
         return _batch(self._data, places, lengths, self._data.items[places + 1], lengths, torch.cat(drawn), counts)
 

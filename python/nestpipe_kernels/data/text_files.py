@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["malformed", "parse_finite", "parse_key", "read_lines"]
+__all__ = ["csv_rows", "malformed", "parse_finite", "parse_key", "read_lines"]
 
 
 def read_lines(path: Path, what: str) -> Iterator[str]:
@@ -26,6 +27,15 @@ def read_lines(path: Path, what: str) -> Iterator[str]:
             yield line.rstrip("\n")
     if empty:
         raise ValueError(f"{what}: {path} is empty")
+
+
+def csv_rows(lines: Iterable[str], path: Path, first_line: int) -> Iterator[list[str]]:
+    """Fields of CSV lines. Raises ValueError naming file and line where the format itself is broken."""
+    reader = csv.reader(lines)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {first_line - 1 + reader.line_num}: {error}") from None
 
 
 def malformed(path: Path, line_number: int, expected: str, got: object) -> ValueError:

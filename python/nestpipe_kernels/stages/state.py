@@ -176,6 +176,8 @@ class RankState:
     """Somebody wants counters of every batch."""
     topology: Topology = field(default=None)  # type: ignore[assignment]
     """Which ranks share a copy of the tables; None: all of them share one."""
+    warned: set[str] = field(default_factory=set)
+    """Modules that a warning has been given for (stages/unused)."""
     step_begun: threading.Event = field(default_factory=threading.Event)
     """Early send: set when the next step has begun, cleared with a batch's last gradients."""
     patience_s: float = 0.0

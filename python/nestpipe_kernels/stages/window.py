@@ -26,6 +26,7 @@ from .messages import join_rows, message_counts, split_rows
 from .owner_pool import add_gradients, note_bounds, partial_rows
 from .routing import concat_keys
 from .state import BatchState, Inputs, MicroBatch, RankState, StorePlan
+from .unused import warn_of_unused
 
 __all__ = [
     "MicroContext",
@@ -238,6 +239,8 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
             for name, k, call in calls:
                 given = context.gradients.get((name, k))
                 grads += given[binding.index] if given else [None] * len(call.stores[binding.index].segment_modes)
+                if given is None and len(call.stores[binding.index].keys):
+                    warn_of_unused(rank, binding.store, name)
             keys = plan.occurrences[number]
             if context.used:
                 live = [context.used.get((name, k), call) for name, k, call in calls]
