@@ -149,6 +149,16 @@ def test_ranks_count_candidates_that_score_higher(name: str) -> None:
     assert model(make_batch([([7], [9], [3, 3, 3])]))[1].tolist() == [2], "a tie counts half, rounded up"
 
 
+def test_under_autocast_the_target_is_scored_as_its_candidates_are() -> None:
+    model = SEQUENCE_MODELS["hstu"](tables(), max_length=8).eval()
+    with torch.no_grad():
+        weight = model.embedding_collection.embeddings["item"].weight
+        weight[10:40] = weight[9]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ranks = [model(make_batch([([k, k + 1], [9], list(range(10, 40)))]))[1].item() for k in range(1, 6)]
+    assert ranks == [15] * 5, "thirty ties count half"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

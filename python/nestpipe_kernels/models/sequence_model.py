@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["RelativeBias", "SequenceModel", "Sequences", "seeded_linear"]
+__all__ = ["RelativeBias", "SequenceModel", "Sequences", "ranks_of", "seeded_linear"]
 
 _TEMPERATURE = 0.05
 """Of the softmax over cosines, as in the published HSTU code."""
@@ -160,23 +160,29 @@ class SequenceModel(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, sequences)
         hidden, sample = _last_places(hidden, sequences, sequence.lengths(), target.lengths())
-        hidden = functional.normalize(hidden, dim=-1, eps=1e-6)
-        wanted = functional.normalize(target.values(), dim=-1, eps=1e-6)
-        others = functional.normalize(candidates.values(), dim=-1, eps=1e-6)
-        right = (hidden * wanted).sum(-1) / _TEMPERATURE
-        scores = _scores(hidden, sample, others, candidates.lengths()) / _TEMPERATURE
-        choices = _padded(keys["candidates"], candidates.lengths(), -1)[sample]
-        same = (choices == keys["target"][:, None]) | _behind_end(candidates.lengths(), scores.shape[1])[sample]
-        scores = scores.masked_fill(same, -torch.inf)
-        losses = functional.cross_entropy(
-            torch.cat([right[:, None], scores], 1), torch.zeros(len(right), dtype=torch.int64), reduction="none"
-        )
+        with torch.autocast(hidden.device.type, enabled=False):  # target and candidates are scored alike
+            hidden = functional.normalize(hidden.float(), dim=-1, eps=1e-6)
+            wanted = functional.normalize(target.values().float(), dim=-1, eps=1e-6)
+            others = functional.normalize(candidates.values().float(), dim=-1, eps=1e-6)
+            right = (hidden * wanted).sum(-1) / _TEMPERATURE
+            scores = _scores(hidden, sample, others, candidates.lengths()) / _TEMPERATURE
+            choices = _padded(keys["candidates"], candidates.lengths(), -1)[sample]
+            same = (choices == keys["target"][:, None]) | _behind_end(candidates.lengths(), scores.shape[1])[sample]
+            scores = scores.masked_fill(same, -torch.inf)
+            losses = functional.cross_entropy(
+                torch.cat([right[:, None], scores], 1), torch.zeros(len(right), dtype=torch.int64), reduction="none"
+            )
         size, count = sequences.size, target.lengths().to(torch.int64)
         if not self.training:
-            better, equal = (scores > right[:, None]).sum(1), (scores == right[:, None]).sum(1)
-            return losses.mean(), better + (equal + 1) // 2, float(len(losses))
+            return losses.mean(), ranks_of(right, scores), float(len(losses))
         per_sample = torch.zeros(size, dtype=losses.dtype).index_add(0, sample, losses.detach()) / count.clamp(min=1)
         return losses.mean(), (per_sample, count), float(len(losses))
+
+
+def ranks_of(right: Tensor, scores: Tensor) -> Tensor:
+    """int64 [P]: the rank of float [P] among float [P, K], 0 the best; a tie counts half, rounded up."""
+    better, equal = (scores > right[:, None]).sum(1), (scores == right[:, None]).sum(1)
+    return better + (equal + 1) // 2
 
 
 def _last_places(hidden: Tensor, sequences: Sequences, lengths: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
