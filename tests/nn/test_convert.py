@@ -239,7 +239,181 @@ class TestSharedStores:
             other(IDS)[0].backward()
 
 
+def small(**modules):
+    """A module with an embedding "e" and others."""
+    model = nn.Module()
+    model.e = nn.Embedding(4, 2)
+    for name, module in modules.items():
+        setattr(model, name, module)
+    return model
+
+
+def tied(kind=nn.Embedding, **keywords):
+    model = small(b=kind(4, 2, **keywords))
+    model.b.weight = model.e.weight
+    return model
+
+
+class TestAdditions:
+    """What users put on an embedding module goes with it, both ways."""
+
+    @pytest.mark.filterwarnings("ignore:Full backward hook")
+    def test_buffers_parameters_and_submodules_stay(self):
+        model = small()
+        model.e.register_buffer("weight_scale", torch.full((2,), 3.0))
+        model.e.register_buffer("passing", torch.ones(2), persistent=False)
+        model.e.gain = nn.Parameter(torch.ones(2))
+        model.e.inner = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))
+        model.e.register_forward_hook(lambda module, args, out: module.inner[0](out * module.weight_scale))
+        old, before, expected = model.e, weights_of(model), model.e(IDS % 4)
+        model.e.register_full_backward_hook(lambda module, given, out: seen.append(module))
+        seen = []
+        assert nk.convert(model, SGD) == ["e", "e.inner.1"]
+        assert set(model.state_dict()) == set(before)
+        assert {name for name, _ in model.named_parameters()} == {"e.gain", "e.inner.0.weight", "e.inner.0.bias"}
+        assert torch.equal(model.e(IDS % 4), expected)
+        model.load_state_dict(before)
+        model.e(IDS % 4).sum().backward()
+        assert seen == [model.e]
+        assert nk.revert(model) == ["e", "e.inner.1"]
+        assert model.e is old
+        assert set(model.state_dict()) == set(before)
+
+    def test_what_comes_later_stays_when_reverting(self):
+        model = small(ours=Embedding(4, 2, optimizer=SGD))
+        nk.convert(model, SGD)
+        for module in (model.e, model.ours):
+            module.note = [5]
+            module.register_buffer("scale", torch.ones(2))
+            module.register_forward_hook(lambda module, args, out: out + 100)
+        nk.revert(model)
+        for module in (model.e, model.ours):
+            assert type(module) is nn.Embedding
+            assert module.note == [5]
+            assert module(torch.tensor([0])).mean().item() > 50
+        assert list(model.state_dict()) == ["e.weight", "e.scale", "ours.weight", "ours.scale"]
+
+    def test_ties_made_by_hand_stay_when_reverting(self):
+        model = small(a=Embedding(4, 2, optimizer=SGD), b=Embedding(4, 2, optimizer=SGD))
+        nk.convert(model, SGD)
+        model.a.tie(model.b)
+        rows = model.b.weight.detach().tensor()
+        nk.revert(model)
+        assert model.a.weight is model.b.weight
+        assert torch.equal(model.a.weight, rows)
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
+
+
+class Pair(tuple):
+    """Takes two arguments, unlike a tuple."""
+
+    def __new__(cls, one, two):
+        return super().__new__(cls, (one, two))
+
+
+class FixedList(list):
+    def __setitem__(self, index, value):
+        raise RuntimeError("fixed")
+
+
+class FixedDict(dict):
+    def __setitem__(self, key, value):
+        raise RuntimeError("fixed")
+
+
+HELD = {
+    "pair": lambda value: Pair(value, 1),
+    "list": lambda value: FixedList([1, value]),
+    "dict": lambda value: FixedDict(value=value),
+}
+
+
+@pytest.mark.parametrize("kind", list(HELD))
+def test_a_container_that_cannot_change_undoes_all(kind):
+    model = small(second=nn.Embedding(4, 2))
+    old = model.e
+    model.first, model.held, model.other = [old.weight], HELD[kind](old.weight), FixedList([1, 2])
+    with pytest.raises(ValueError, match=r"convert: 'e' .* model.held\S* holds it .*Error: .*skip=\['e'\]"):
+        nk.convert(model, SGD)
+    assert model.first[0] is old.weight is model.e.weight
+    assert type(old.weight) is nn.Parameter
+    del model.held
+    nk.convert(model, SGD)
+    new, model.held = model.e, HELD[kind](model.e.weight)
+    with pytest.raises(ValueError, match=r"revert: 'e' cannot be reverted: model.held\S* holds it"):
+        nk.revert(model)
+    assert model.e is new is model.first[0].module
+    assert type(model.second) is Embedding
+
+
+def shared_memory(change):
+    def make():
+        model = small(out=nn.Linear(2, 4, bias=False))
+        change(model)
+        return model
+
+    return make
+
+
+def wrapped():
+    inner = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(inner)
+    inner.module = small()
+    return nn.ModuleDict({"net": inner})
+
+
+def clashing():
+    model = small()
+    model.e.tables = nn.Linear(2, 2)
+    return model
+
+
+MOMENTUM = optim.SGD(lr=0.1, momentum=0.9)
+MODELS = [
+    (
+        shared_memory(lambda m: setattr(m.out.weight, "data", m.e.weight.data)),
+        SGD,
+        "'e' .* 'out.weight' .* same memory",
+    ),
+    (shared_memory(lambda m: m.register_buffer("same", m.e.weight.data[1:])), SGD, "'e' .* 'same' .* same memory"),
+    (
+        shared_memory(lambda m: setattr(m, "fixed", nn.Embedding.from_pretrained(m.e.weight.data))),
+        SGD,
+        "'fixed' .* 'e.weight' .* same memory.*skip=",
+    ),
+    (wrapped, SGD, "'net.module.e' .* 'net' is wrapped in DistributedDataParallel"),
+    (clashing, SGD, "'e' .* attribute 'tables' has the name .*rename"),
+    (partial(tied, padding_idx=1), MOMENTUM, "'b' .* shares its weight with 'e', which trains row 1"),
+    (partial(tied, nn.EmbeddingBag), SGD, None),
+    (partial(tied, padding_idx=1), SGD, None),
+    (partial(tied, nn.EmbeddingBag, padding_idx=1), MOMENTUM, None),
+]
+
+
+@pytest.mark.parametrize(("make", "rule", "message"), MODELS)
+def test_models_that_would_not_mean_the_same_are_refused(make, rule, message):
+    model = make()
+    if message is None:
+        assert nk.convert(model, rule) == ["e", "b"]
+        return
+    with pytest.raises(ValueError, match=message):
+        nk.convert(model, rule)
+    assert not any(isinstance(module, Embedding) for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_settings_and_skip_take_any_name():
+    model = tied()
+    model.alias = model.b
+    nk.convert(model, SGD, settings={"alias": {"optimizer": optim.SGD(lr=9.0), "trainable": False}})
+    assert model.e.sparse_optimizer.param_groups[0]["lr"] == 9.0
+    assert not model.b.trainable
+    model = small(script=torch.jit.script(nn.Embedding(2, 2)))
+    model.alias = model.e
+    model.more = nn.Embedding(3, 2)
+    assert nk.convert(model, SGD, skip=["alias", "script"]) == ["more"]
 
 
 class Scaled(nn.Embedding):
@@ -329,6 +503,27 @@ ARGUMENTS = [
     (lambda: nk.convert(Model(), SGD, settings={"usr": {}}), ValueError, "settings names 'usr', .*'user', 'bag'"),
     (lambda: nk.convert(Model(), SGD, settings={"user": {"size": 1}}), TypeError, "'user' .*unknown argument 'size'"),
     (lambda: nk.convert(Model(), SGD, settings={"bag": {"capacity": 0}}), ValueError, "convert: 'bag' .*capacity"),
+    (lambda: nk.convert(Model(), optim.SGD), TypeError, r"got the class SGD; call it: SGD\(lr"),
+    (lambda: nk.convert(small(), SGD, skip="e"), TypeError, r"got the string 'e'; write skip=\['e'\]"),
+    (lambda: nk.convert(small(), SGD, skip=[1]), TypeError, "skip must be a list of names, got one of type int"),
+    (lambda: nk.convert(small(), SGD, skip=1), TypeError, "skip must be a list of names, got int"),
+    (lambda: nk.convert(small(), SGD, settings=["e"]), TypeError, "settings must be a dict .*got list"),
+    (lambda: nk.convert(small(), SGD, settings={"e": 1}), TypeError, "settings of 'e' must be a dict of keywords"),
+    (lambda: nk.convert(small(), SGD, settings={"e": {"_weight": 1}}), ValueError, "'_weight', which is taken from"),
+    (lambda: nk.convert(small(), SGD, settings={"e": {"padding_idx": 1}}), ValueError, "'padding_idx', which is taken"),
+    (lambda: nk.convert(small(), SGD, settings={"e": {"seed": 1}}), ValueError, "'seed', .*pass it to nk.convert"),
+    (lambda: nk.convert(small(), SGD, settings={"e": {"trainable": 1}}), TypeError, "trainable must be a bool"),
+    (lambda: nk.convert(Model(), SGD, skip=["parts"]), ValueError, r"skip names 'parts', .*\['parts.frozen'\]"),
+    (
+        lambda: nk.convert(Model(), SGD, settings={"user": {}, "parts.same": {}}),
+        ValueError,
+        "settings name 'parts.same' and 'user', which are one module",
+    ),
+    (
+        lambda: nk.convert(tied(), SGD, settings={"e": {"lr_scale": 0.1}, "b": {"lr_scale": 0.2}}),
+        ValueError,
+        "settings of 'e' and 'b' differ, but they share a weight",
+    ),
     (lambda: nk.convert(Model(), SGD, dense_optimizer=SGD), TypeError, "dense_optimizer must be an optimizer of torch"),
     (partial(nk.revert, nn.Linear(2, 2)), ValueError, "no module that nk.convert made"),
     (partial(nk.revert, 3), TypeError, "model must be a torch.nn.Module, got int"),

@@ -296,7 +296,8 @@ class Collection(nn.Module):
         ours: dict[str, Any] = {}
         if self._sparse is not None:
             start = prefix + self._weight_key("").removesuffix(".weight")
-            ours = {key: value for key, value in state_dict.items() if key.startswith(start)}
+            whole = not start.endswith(".")  # a single key
+            ours = {k: v for k, v in state_dict.items() if (k == start if whole else k.startswith(start))}
             state_dict = {key: value for key, value in state_dict.items() if key not in ours}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -15,8 +15,19 @@ from torch import nn
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.comm.topology import checked_groups
 from nestpipe_kernels.nn import convert_torchrec
+from nestpipe_kernels.nn.carry_over import carry, clash
 from nestpipe_kernels.nn.collection import Collection
-from nestpipe_kernels.nn.convert_checks import check_module, check_optimizer, check_shared, refusal
+from nestpipe_kernels.nn.convert_checks import (
+    check_module,
+    check_optimizer,
+    check_shared,
+    check_storages,
+    check_ties,
+    check_wrapped,
+    refusal,
+    unknown_lookup,
+)
+from nestpipe_kernels.nn.convert_settings import by_first_name, checked_settings, checked_skip, of_tied
 from nestpipe_kernels.nn.drop_in import SharedAccess, TableModule
 from nestpipe_kernels.nn.embedding import Embedding
 from nestpipe_kernels.nn.embedding_bag import EmbeddingBag
@@ -40,8 +51,10 @@ class _Found:
     """(parent, name in the parent), all of them."""
 
     @property
-    def weights(self) -> dict[str, nn.Parameter]:
+    def weights(self) -> dict[str, Any]:
         """Its parameters, by the name that they have in the model."""
+        if isinstance(self.module, (nn.Embedding, nn.EmbeddingBag)):
+            return {f"{self.name}.weight": self.module.weight}
         return {f"{self.name}.{key}": value for key, value in self.module.named_parameters()}
 
 
@@ -59,11 +72,11 @@ def convert(
     """Replace every torch.nn.Embedding, torch.nn.EmbeddingBag and collection of TorchRec in `model` by its counterpart.
 
     Weights are copied, padding rows included; each rank keeps the rows that it owns, so weights must be alike on all
-    ranks. Names, state_dict keys, hooks, training mode and attributes of the modules stay; modules that share a weight
-    share a table. A weight that does not require a gradient becomes a frozen table. Where lists, dicts and objects
-    among the attributes of the model's modules hold a module or its weight, they hold the new ones afterwards: a loss
-    term over such a list goes on working. `model.parameters()` does not list the tables any more; whatever else still
-    uses a replaced parameter (an optimizer, a closure) gets a RuntimeError that names it.
+    ranks. Names, state_dict keys, hooks, training mode, attributes, buffers and submodules of the modules stay; modules
+    that share a weight share a table. A weight that does not require a gradient becomes a frozen table. Where lists,
+    dicts and objects among the attributes of the model's modules hold a module or its weight, they hold the new ones
+    afterwards: a loss term over such a list goes on working. `model.parameters()` does not list the tables any
+    more; whatever else still uses a replaced parameter (an optimizer, a closure) gets a RuntimeError that names it.
 
     Call it once the weights are as they shall be, before the pipeline, optimizers and DistributedDataParallel are made.
 
@@ -71,7 +84,8 @@ def convert(
         model: changed in place.
         optimizer: `nk.optim` object, the update rule of all tables that `settings` gives none.
         settings: name of a module -> keywords for its table: optimizer, data_type, capacity, admission, eviction,
-            tier, lr_scale and others, see nk.nn.Embedding; of a TorchRec collection, of all its tables.
+            tier, lr_scale, trainable and others, see nk.nn.Embedding; of a TorchRec collection, of all its tables.
+            Any of the module's names will do; those of one module count for all that share its weight.
         skip: names of modules to leave as they are.
         dense_optimizer: optimizer of torch that was made from the model's parameters: converted ones are taken out.
         seed: for rows that come back after eviction, with the table's name.
@@ -87,22 +101,34 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     check_optimizer(optimizer, "convert")
-    found = _find(model, set(skip), dict(settings or {}))
+    found, chosen = _find(model, checked_skip(skip), checked_settings(settings))
     weights: dict[int, tuple[str, nn.Parameter]] = {}
     for one in found:
         for name, parameter in one.weights.items():
             weights.setdefault(id(parameter), (name, parameter))
     check_shared(model, [one.module for one in found], weights)
+    check_storages(model, weights)
     _check_dense_optimizer(dense_optimizer, weights)
     references = _references(model, found, weights, dense_optimizer)
     shared = {"seed": seed, "process_group": process_group, "sparse_groups": sparse_groups}
-    made = _make(found, optimizer, dict(settings or {}), shared)
-    # Nothing below can fail.
+    made = _make(found, optimizer, chosen, shared)
     by_id: dict[int, Any] = {id(one.module): new for one, new in zip(found, made)}
     by_id |= {id(one.module.weight): new.weight for one, new in zip(found, made) if isinstance(new, TableModule)}
-    references.replace(lambda value: by_id.get(id(value), value))
+    names = {id(one.module): one.name for one in found}
+    names |= {key: name.removesuffix(".weight") for key, (name, _) in weights.items()}
+
+    def refused(value: Any, reason: str) -> ValueError:
+        name = names[id(value)]
+        return refusal(name, f"{reason}; keep it in a plain list, dict or tuple, or leave it out: skip=[{name!r}]")
+
+    references.replace(lambda value: by_id.get(id(value), value), refused)
+    # Nothing below can fail.
     for one, new in zip(found, made):
         _put(one, new)
+    for one, new in zip(found, made):
+        if isinstance(new, TableModule):
+            carry(one.module, new)
+            new.origin = (one.module,)
     for group in getattr(dense_optimizer, "param_groups", ()):
         group["params"] = [p for p in group["params"] if id(p) not in weights]
     for name, parameter in weights.values():
@@ -137,16 +163,34 @@ def revert(model: nn.Module) -> list[str]:
     for one in found:
         if one.module.before_outside_access is not None:
             raise ValueError(f"revert: {one.name!r} belongs to an open pipeline; close it first (pipeline.close())")
-    states = [one.module.state_dict() for one in found]
+    states = [_rows(one.module) for one in found]
     plain = [_plain(one.module) for one in found]
     new_of = {id(one.module): new for one, new in zip(found, plain)}
-    held = References(model, lambda value: id(_module_of(value)) in new_of)
-    for one, new, state in zip(found, plain, states):
-        for name, parameter in new.named_parameters():
-            give_back(parameter, state[name])
-        new.train(one.module.training)
+    weights: dict[int, Any] = {}  # of modules that share a table the weight of one: of its owner, if it is here
+    for one in sorted(found, key=lambda one: getattr(one.module, "table_module", None) is not one.module):
+        if isinstance(one.module, TableModule):
+            weights.setdefault(id(one.module.table_module), new_of[id(one.module)].weight)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, TableWeight):
+            return weights[id(value.module.table_module)]
+        return new_of[id(value)]
+
+    def refused(value: Any, reason: str) -> ValueError:
+        name = next(one.name for one in found if one.module is _module_of(value))
+        return ValueError(f"revert: {name!r} cannot be reverted: {reason}; take it out of there")
+
+    References(model, lambda value: id(_module_of(value)) in new_of).replace(replaced, refused)
+    # Nothing below can fail.
+    for one, new in zip(found, plain):
         _put(one, new)
-    held.replace(lambda value: _weight_or_module(value, new_of[id(_module_of(value))]))
+    for one, new, state in zip(found, plain, states):
+        if isinstance(one.module, TableModule):
+            new._parameters["weight"] = weights[id(one.module.table_module)]
+            carry(one.module, new)
+        for name, rows in state.items():
+            give_back(new.get_parameter(name), rows)
+        new.training = one.module.training
     return [one.name for one in found]
 
 
@@ -163,44 +207,47 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
     return places
 
 
-def _find(model: nn.Module, skip: set[str], settings: dict[str, Any]) -> list[_Found]:
-    """What is to be replaced, each module once, checked by itself."""
+def _find(
+    model: nn.Module, skip: set[str], settings: dict[str, dict[str, Any]]
+) -> tuple[list[_Found], dict[str, dict[str, Any]]]:
+    """What is to be replaced, each module once, checked by itself; and the settings by these modules' names."""
     if isinstance(model, (nn.Embedding, nn.EmbeddingBag)) or convert_torchrec.is_collection(model):
         raise refusal("the model", "it is itself the module to replace, which has no parent; put it into a module")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise refusal("the model", "it is wrapped in DistributedDataParallel; convert the model inside, then wrap it")
     inside: set[int] = set()
-    found, known = [], set()
+    found: list[_Found] = []
+    to_skip: dict[str, str] = {}  # every name of a module that could be converted, or is refused -> its first name
     for key, places in _places(model).items():
         name, parent, last = places[0]
         module = parent._modules[last]
         assert module is not None
         if key in inside:
             continue
-        wanted = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or convert_torchrec.is_collection(module)
-        if not wanted and not isinstance(module, Collection):
-            check_module(name, module, skip)
+        plain = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        wanted = plain or convert_torchrec.is_collection(module)
+        if not plain and (wanted or isinstance(module, Collection)):
+            inside |= {id(child) for child in module.modules()}
+        if isinstance(module, Collection):
             continue
-        inside |= {id(child) for child in module.modules()}
-        if not wanted:
-            continue
-        known |= {place[0] for place in places}
+        if wanted or unknown_lookup(module):
+            to_skip |= {place[0]: name for place in places}
         if skip & {place[0] for place in places}:
             continue
-        check_module(name, module, skip)
-        found.append(_Found(name, module, [place[1:] for place in places]))
-    for what, names in (("skip", skip), ("settings", set(settings) - {one.name for one in found})):
-        unknown = sorted(names - known) if what == "skip" else sorted(names)
-        if unknown:
-            raise ValueError(
-                f"convert: {what} names {unknown[0]!r}, which is not converted; modules to convert are "
-                f"{[one.name for one in found]}"
-            )
+        check_module(name, module)
+        if wanted:
+            found.append(_Found(name, module, [place[1:] for place in places]))
+    by_first_name("skip", skip, to_skip)
+    kept = {one.name for one in found}
+    first = by_first_name("settings", settings, {key: name for key, name in to_skip.items() if name in kept})
     if not found:
         raise ValueError(
             "convert: the model has no torch.nn.Embedding, torch.nn.EmbeddingBag or TorchRec collection to convert"
         )
-    return found
+    check_wrapped(model, {id(one.module): one.name for one in found})
+    tied: dict[int, list[str]] = {}
+    for one in found:
+        if isinstance(one.module, (nn.Embedding, nn.EmbeddingBag)):
+            tied.setdefault(id(one.module.weight), []).append(one.name)
+    return found, of_tied(list(tied.values()), {first[name]: given for name, given in settings.items()})
 
 
 def _check_dense_optimizer(optimizer: Any, weights: Mapping[int, tuple[str, Any]]) -> None:
@@ -254,7 +301,10 @@ def _references(
 
 
 def _make(
-    found: Sequence[_Found], optimizer: SparseOptimizer, settings: dict[str, Mapping[str, Any]], shared: dict[str, Any]
+    found: Sequence[_Found],
+    optimizer: SparseOptimizer,
+    settings: Mapping[str, Mapping[str, Any]],
+    shared: dict[str, Any],
 ) -> list[Collection]:
     """The new modules, filled; of modules that share a weight one has the table."""
     owners: dict[int, tuple[str, TableModule]] = {}
@@ -272,9 +322,9 @@ def _make(
         if owner is None:
             owners[key] = one.name, new
             to_fill.append((one.module, new))
-        else:
-            _check_tie(one, *owner)
         made[id(one)] = new
+    tables = ((one, made[id(one)]) for one in found)
+    check_ties([(one.name, one.module, new.table_rule[1]) for one, new in tables if isinstance(new, TableModule)])
     _share_stores([new for _, new in to_fill], shared)
     for old, new in to_fill:
         new.fill(old.weight.detach())
@@ -289,33 +339,30 @@ def _make_table(one: _Found, given: dict[str, Any]) -> TableModule:
     """The new module without rows."""
     old = one.module
     cls: Any = EmbeddingBag if isinstance(old, nn.EmbeddingBag) else Embedding
-    frozen = not old.weight.requires_grad
+    if "padding_idx" in given:
+        raise ValueError(
+            f"convert: settings of {one.name!r} give 'padding_idx', which is taken from the module; change it there "
+            "before nk.convert"
+        )
     keywords: dict[str, Any] = {"padding_idx": old.padding_idx, "name": one.name, **given}
+    trainable = keywords.pop("trainable", old.weight.requires_grad)
     if cls is EmbeddingBag:
-        keywords |= {"mode": old.mode, "include_last_offset": old.include_last_offset, "trainable": not frozen}
+        keywords |= {"mode": old.mode, "include_last_offset": old.include_last_offset, "trainable": trainable}
     else:
-        keywords |= {"_freeze": frozen}
+        keywords |= {"_freeze": not trainable}
     keywords["_fill"] = False
     try:
         new: TableModule = cls(old.num_embeddings, old.embedding_dim, **keywords)
     except (TypeError, ValueError) as error:
         raise type(error)(f"convert: {one.name!r} ({type(old).__name__}): {error}") from error
-    _take_over(old, new)
-    return new
-
-
-def _check_tie(one: _Found, name: str, lender: Any) -> None:
-    old = one.module
-    if isinstance(old, nn.EmbeddingBag) and (lender.mode, lender.padding_idx) != (old.mode, _padding(old)):
+    taken = clash(old, new)
+    if taken:
         raise refusal(
             one.name,
-            f"it shares its weight with {name!r}, but they differ in mode or padding_idx; give them the same, or "
-            "leave both out (skip=)",
+            f"its attribute {taken!r} has the name of one that nk.nn.{cls.__name__} has; rename it, or leave the "
+            f"module out: skip=[{one.name!r}]",
         )
-
-
-def _padding(old: Any) -> int | None:
-    return None if old.padding_idx is None else old.padding_idx % old.num_embeddings
+    return new
 
 
 def _share_stores(modules: Sequence[TableModule], shared: dict[str, Any]) -> None:
@@ -331,16 +378,6 @@ def _share_stores(modules: Sequence[TableModule], shared: dict[str, Any]) -> Non
         tables = SparseTables(layout, shared["seed"], shared["process_group"], sparse_groups, access)
         for module in members:
             module.use_tables(tables, access)
-
-
-def _take_over(old: nn.Module, new: Collection) -> None:
-    """Mode, hooks and the user's own attributes; hooks stay removable by their handles, as they share their dicts."""
-    usual = {*vars(type(old)(1, 1, device="meta")), "origin"}  # on meta nothing is drawn
-    for name, value in vars(old).items():
-        if "hooks" in name or name not in usual:
-            vars(new)[name] = value
-    new.training = old.training
-    new.origin = (old,)  # type: ignore[assignment]
 
 
 def _put(one: _Found, new: nn.Module) -> None:
@@ -360,8 +397,11 @@ def _module_of(value: Any) -> Any:
     return value.module if isinstance(value, TableWeight) else value
 
 
-def _weight_or_module(value: Any, plain: Any) -> Any:
-    return plain.weight if isinstance(value, TableWeight) else plain
+def _rows(module: Collection) -> dict[str, Any]:
+    """All rows, by the name of the parameter that is to have them; of tied modules once."""
+    if not isinstance(module, TableModule):
+        return module.state_dict()
+    return {"weight": module._sparse_tables("revert").read(module._configs[0].name)}
 
 
 def _plain(module: Collection) -> nn.Module:

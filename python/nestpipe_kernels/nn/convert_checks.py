@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from nestpipe_kernels.nn import convert_torchrec
 
-__all__ = ["check_module", "check_optimizer", "check_shared", "refusal"]
+__all__ = [
+    *("check_module", "check_optimizer", "check_shared", "check_storages", "check_ties", "check_wrapped"),
+    *("refusal", "unknown_lookup"),
+]
 
 
 def refusal(name: str, reason: str) -> ValueError:
@@ -25,6 +28,11 @@ def check_optimizer(optimizer: Any, where: str) -> None:
             f"{where}: optimizer must be an nk.optim object such as nk.optim.Adam(lr=1e-3), which updates the tables, "
             f"got torch's {type(optimizer).__name__}; give that one as dense_optimizer"
         )
+    if isinstance(optimizer, type):
+        raise TypeError(
+            f"{where}: optimizer must be an nk.optim object such as nk.optim.Adam(lr=1e-3), got the class "
+            f"{optimizer.__name__}; call it: {optimizer.__name__}(lr=...)"
+        )
     if not (hasattr(optimizer, "state_floats") and hasattr(optimizer, "hyper")):
         raise TypeError(
             f"{where}: optimizer must be an nk.optim object such as nk.optim.Adam(lr=1e-3), got "
@@ -32,21 +40,19 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         )
 
 
-def check_module(name: str, module: nn.Module, skip: set[str]) -> None:
+def check_module(name: str, module: nn.Module) -> None:
     """Refuse a module that looks rows up and has no counterpart, or one with settings that have none.
 
     Raises:
         ValueError: names the module, what is in the way, and what to do.
     """
     leave = f"leave it out: skip=[{name!r}]"
-    if name in skip:
-        return
     if convert_torchrec.is_collection(module):
         for key, weight in module.named_parameters():
             _check_weight(f"{name}.{key}", weight, (torch.float32, torch.float16), leave)
         return
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        reason = _unknown_lookup(module)
+        reason = unknown_lookup(module)
         if reason:
             raise refusal(name, f"{reason}; convert before that is done, or {leave}")
         return
@@ -91,8 +97,8 @@ def _check_weight(name: str, weight: Tensor, dtypes: Sequence[torch.dtype], leav
         )
 
 
-def _unknown_lookup(module: nn.Module) -> str:
-    """Why a module that is no embedding module by type is one all the same."""
+def unknown_lookup(module: nn.Module) -> str:
+    """Why a module that is no embedding module by type is one all the same; "" if it is none."""
     if isinstance(module, torch.jit.ScriptModule):
         kind = getattr(module, "original_name", "")
         return f"it is a compiled {kind} (torch.jit)" if kind in ("Embedding", "EmbeddingBag") else ""
@@ -111,11 +117,13 @@ def check_shared(model: nn.Module, modules: Sequence[nn.Module], weights: Mappin
     Raises:
         ValueError: names both.
     """
-    replaced = {id(part) for module in modules for part in module.modules()}
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    own = {id(module) for module in modules if isinstance(module, tables)}
+    whole = {id(part) for module in modules if not isinstance(module, tables) for part in module.modules()}
     for path, module in model.named_modules():
-        if id(module) in replaced:
-            continue
         for key, parameter in module._parameters.items():
+            if id(module) in whole or (id(module) in own and key == "weight"):
+                continue
             if parameter is not None and id(parameter) in weights:
                 name = weights[id(parameter)][0].removesuffix(".weight")
                 raise refusal(
@@ -124,3 +132,98 @@ def check_shared(model: nn.Module, modules: Sequence[nn.Module], weights: Mappin
                     f"from model.{name}.weight in forward (torch.nn.functional.linear(x, model.{name}.weight)), or "
                     f"leave the module out: skip=[{name!r}]",
                 )
+
+
+def check_storages(model: nn.Module, weights: Mapping[int, tuple[str, Any]]) -> None:
+    """Refuse weights whose memory another parameter or a buffer of the model uses, too: a tie that would be cut.
+
+    Raises:
+        ValueError: names both.
+    """
+    others = (*model.named_parameters(), *model.named_buffers())
+    known = [(_extent(value), name, id(value)) for name, value in others]
+    places = sorted(place for place in known if place[0])
+    reach: Any = None
+    for place in places:
+        where, name, key = place
+        if reach is not None and where[0] < reach[0][1]:
+            pair = [(name, key), (reach[1], reach[2])]
+            if pair[0][1] not in weights:
+                pair.reverse()
+            if pair[0][1] in weights:
+                table = weights[pair[0][1]][0].removesuffix(".weight")
+                raise refusal(
+                    table,
+                    f"its weight and {pair[1][0]!r} are different tensors in the same memory, so that they change "
+                    f"together now and would not afterwards; share the parameter itself between embedding modules, "
+                    f"clone() one of the two, or leave the module out: skip=[{table!r}]",
+                )
+        if reach is None or where[1] > reach[0][1]:
+            reach = place
+
+
+def _extent(value: Tensor) -> Any:
+    """First byte of a tensor's elements and the one after the last; None if it has no memory of its own."""
+    try:
+        start = value.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not start or not value.numel() or value.layout is not torch.strided:
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return start, start + (last + 1) * value.element_size()
+
+
+def check_wrapped(model: nn.Module, names: Mapping[int, str]) -> None:
+    """Refuse modules inside of a DistributedDataParallel, which has taken their parameters. Raises ValueError."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            found = next((names[id(part)] for part in module.modules() if id(part) in names), None)
+            if found is not None:
+                what = f"{path!r}" if path else "the model"
+                raise refusal(
+                    found, f"{what} is wrapped in DistributedDataParallel; convert the model inside, then wrap it"
+                )
+
+
+def check_ties(tables: Sequence[tuple[str, Any, Any]]) -> None:
+    """Refuse modules that share a weight and treat it differently.
+
+    Args:
+        tables: name, torch's module and update rule of each.
+
+    Raises:
+        ValueError: names both.
+    """
+    for name, module, rule in tables:
+        for other_name, other, _ in tables:
+            if other is module or other.weight is not module.weight:
+                continue
+            bags = isinstance(module, nn.EmbeddingBag) and isinstance(other, nn.EmbeddingBag)
+            if bags and (other.mode, _padding(other)) != (module.mode, _padding(module)):
+                raise refusal(
+                    other_name,
+                    f"it shares its weight with {name!r}, but they differ in mode or padding_idx; give them the same, "
+                    f"or leave both out (skip={[name, other_name]})",
+                )
+            padding = _padding(module)
+            if not bags and padding not in (None, _padding(other)) and not _rests(rule):
+                if isinstance(module, nn.EmbeddingBag):
+                    continue  # leaves the row out, so nothing moves it
+                raise refusal(
+                    name,
+                    f"it shares its weight with {other_name!r}, which trains row {padding}, while its own padding_idx "
+                    f"is {padding}: a lookup of it here would move it by momentum or decay; give both the same "
+                    f"padding_idx, use a rule without them (nk.optim.SGD(lr), Adagrad), or leave both out "
+                    f"(skip={[name, other_name]})",
+                )
+
+
+def _padding(module: Any) -> int | None:
+    return None if module.padding_idx is None else module.padding_idx % module.num_embeddings
+
+
+def _rests(rule: Any) -> bool:
+    """Whether a row stays as it is when its gradient is zero, whatever came before."""
+    hyper = rule.hyper()
+    return rule.name in ("sgd", "adagrad", "row_wise_adagrad") and not (hyper.get("momentum") or hyper["weight_decay"])

@@ -59,6 +59,6 @@ def make(name: str, module: Any, given: Mapping[str, Any], shared: Mapping[str, 
     new.training = module.training
     vars(new)["origin"] = (module,)
     for key in vars(nn.Module()):
-        if "hooks" in key:
+        if "hook" in key:
             vars(new)[key] = vars(module)[key]
     return new

@@ -29,6 +29,7 @@ _SETTINGS: tuple[str, ...] = (
     *("data_type", "init", "capacity", "capacity_bytes", "admission", "eviction", "default_row"),
     *("stochastic_rounding", "tier", "lr_scale", "weight_init_min", "weight_init_max"),
 )
+_LATER_NAMES = ("own_names", "mode", "include_last_offset", "_rates", "_shared_access", "_eager_context")
 _STARTS = ("init", "weight_init_min", "weight_init_max")
 
 
@@ -124,6 +125,8 @@ class TableModule(Collection):
         self._lender: tuple[TableModule, ...] = ()  # in a tuple, so that it is no submodule
         self._table = 0
         """Index of the table in its store."""
+        self.own_names = frozenset({*vars(self), *self._modules, *_LATER_NAMES})
+        """Attributes that are not the user's."""
         if fill:
             self.fill(weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,8 +20,21 @@ _ATOMS: tuple[Any, ...] = (
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
 )
 _WANTED = (nn.Module, Tensor, TableWeight)
-_TREE = frozenset(vars(nn.Module()))
+_TREE = frozenset({*vars(nn.Module()), "origin", "_lender"})
 _MOST_LEVELS = 20
+
+
+@dataclass
+class _Write:
+    """What replaces a member of a list or dict."""
+
+    container: Any
+    key: Any
+    old: Any
+    value: Any
+    place: str
+    held: Any
+    """An object to replace in `old`."""
 
 
 class References:
@@ -35,17 +49,38 @@ class References:
         self._model, self._wanted = model, wanted
         self._seen: set[int] = set()
         self._new: Callable[[Any], Any] | None = None
+        self._writes: list[_Write] = []
+        self._place = "model"
+        self._held: Any = None
         self.found: list[tuple[str, Any]] = []
         """(where, object), in the order of the search."""
         self.fixed: list[tuple[str, Any]] = []
         """The same for those that cannot be replaced: members of sets, keys of dicts, and what an optimizer holds."""
         self._walk()
 
-    def replace(self, new: Callable[[Any], Any]) -> None:
-        """Put new(object) in place of every object found, but for those that are `fixed`."""
-        self._new = new
-        self._walk()
-        self._new = None
+    def replace(self, new: Callable[[Any], Any], refused: Callable[[Any, str], Exception]) -> None:
+        """Put new(object) in place of every object found, but for those that are `fixed`: all of them, or none.
+
+        Raises:
+            What refused(object, why) returns: a container cannot be changed. Nothing has changed then.
+        """
+        self._new, self._writes = new, []
+        done: list[_Write] = []
+        try:
+            self._walk()
+            for write in self._writes:
+                self._place, self._held = write.place, write.held
+                done.append(write)
+                write.container[write.key] = write.value
+                if write.container[write.key] is not write.value:
+                    raise TypeError("it does not keep what is assigned")
+        except Exception as error:  # of a class of the user's
+            for write in reversed(done):
+                _put_back(write)
+            kind = f"{type(error).__name__}: {error}"
+            raise refused(self._held, f"{self._place} holds it in what cannot be changed ({kind})") from error
+        finally:
+            self._new, self._writes = None, []
 
     def _walk(self) -> None:
         self._seen = set()
@@ -53,16 +88,15 @@ class References:
             for name, value in list(vars(module).items()):
                 if name not in _TREE:
                     place = ".".join(part for part in ("model", path, name) if part)
-                    changed = self._visit(value, place, 0)
-                    if changed is not value:
-                        vars(module)[name] = changed
+                    self._change(vars(module), name, value, place, 0)
 
     def _visit(self, value: Any, place: str, level: int) -> Any:
-        """`value`, or what replaces it; containers are changed in place, tuples rebuilt."""
+        """`value`, or what replaces it; what changes in containers is noted, tuples are rebuilt."""
         if isinstance(value, _WANTED) and self._wanted(value):
             if self._new is None:
                 self.found.append((place, value))
                 return value
+            self._held = value
             return self._new(value)
         if isinstance(value, (*_ATOMS, nn.Module)) or level > _MOST_LEVELS:
             return value
@@ -70,7 +104,8 @@ class References:
             parts = [self._visit(item, f"{place}[{k}]", level + 1) for k, item in enumerate(value)]
             if all(new is old for new, old in zip(parts, value)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            self._place = place
+            return _rebuilt(value, parts)
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))
@@ -78,13 +113,11 @@ class References:
             self._note_fixed(value.param_groups, place, level)
         elif isinstance(value, list):
             for k, item in enumerate(value):
-                value[k] = self._visit(item, f"{place}[{k}]", level + 1)
+                self._change(value, k, item, f"{place}[{k}]", level + 1)
         elif isinstance(value, dict):
             self._note_fixed(list(value), place, level)
             for key, item in list(value.items()):
-                changed = self._visit(item, f"{place}[{key!r}]", level + 1)
-                if changed is not item:
-                    value[key] = changed
+                self._change(value, key, item, f"{place}[{key!r}]", level + 1)
         elif isinstance(value, (set, frozenset)):
             self._note_fixed(list(value), place, level)
         else:
@@ -96,15 +129,34 @@ class References:
         if not isinstance(attributes, dict) or type(value).__module__.startswith("torch."):
             return
         for name, item in list(attributes.items()):
-            changed = self._visit(item, f"{place}.{name}", level + 1)
-            if changed is not item:
-                attributes[name] = changed
+            self._change(attributes, name, item, f"{place}.{name}", level + 1)
+
+    def _change(self, container: Any, key: Any, item: Any, place: str, level: int) -> None:
+        """Note what is to be written into a container; nothing where its member stays."""
+        changed = self._visit(item, place, level)
+        if changed is not item:
+            self._writes.append(_Write(container, key, item, changed, place, self._held))
 
     def _note_fixed(self, tree: Any, place: str, level: int) -> None:
         if self._new is None:
             self.fixed += [
                 (place, item) for item in _members(tree, level) if isinstance(item, _WANTED) and self._wanted(item)
             ]
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """A tuple of the same class with other members. Raises what its class raises, TypeError if it has others then."""
+    made = type(value)._make(parts) if hasattr(value, "_fields") else type(value)(parts)
+    if len(made) != len(parts) or any(new is not part for new, part in zip(made, parts)):
+        raise TypeError(f"{type(value).__name__} has other members than it is made of")
+    getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return made
+
+
+def _put_back(write: _Write) -> None:
+    kind = next((base for base in (list, dict) if isinstance(write.container, base)), None)
+    assert kind is not None
+    kind.__setitem__(write.container, write.key, write.old)  # not the class's own, which may raise
 
 
 def _members(tree: Any, level: int) -> Iterator[Any]:
