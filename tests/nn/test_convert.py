@@ -303,6 +303,21 @@ class TestAdditions:
         assert torch.equal(model.a.weight, rows)
 
 
+def test_freezing_the_whole_model_is_told_how():
+    model = nn.ModuleDict({"part": small(), "head": nn.Linear(2, 1)})
+    nk.convert(model, SGD)
+    for module in (model, model["part"]):
+        with pytest.raises(
+            TypeError, match=r"table 'part.e': requires_grad_\(False\) came too late.*'trainable': False"
+        ):
+            module.requires_grad_(False)
+    assert model["head"].requires_grad_(False).weight.requires_grad is False
+    assert model.requires_grad_(True)["head"].weight.requires_grad
+    nk.revert(model)
+    assert not any(p.requires_grad for p in model.requires_grad_(False).parameters())
+    pickle.dumps(model)
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import pickle
 from functools import partial
 
@@ -173,6 +174,17 @@ class TestWeight:
             lambda w: w.__setitem__(0, 1.0),
             lambda w: torch.add(w, 1, out=w),
             lambda w: torch.relu_(w),
+            lambda w: w.data[0].zero_(),
+            lambda w: w.data[1:][0].add_(1),
+            lambda w: nn.init.normal_(w[1:]),
+            lambda w: [row.zero_() for row in w],
+            lambda w: w.t().mul_(2),
+            lambda w: w.detach().view(-1)[:2].__setitem__(0, 1.0),
+            lambda w: operator.iadd(w.T, 1),
+            lambda w: torch.narrow(w, 0, 1, 2).fill_(0),
+            lambda w: torch._foreach_zero_(list(w.unbind())),
+            lambda w: setattr(w, "data", torch.zeros(SIZE, DIM)),
+            lambda w: nn.functional.embedding(torch.tensor([1]), w, max_norm=0.5),
         ],
     )
     def test_writing_is_refused(self, write):
@@ -189,6 +201,39 @@ class TestWeight:
             before = module.weight.clone()
         assert torch.equal(torch.as_tensor(module.weight.data.numpy()), before)
         assert len(module.store("weight")) == 0
+
+    def test_what_is_computed_from_rows_is_an_ordinary_tensor(self):
+        weight = Embedding(SIZE, DIM, optimizer=SGD).weight
+        rows = weight.detach()[1:3]
+        for made in (weight.clone(), rows.clone(), rows + 1, rows * rows, weight.data.sum(0), copy.deepcopy(rows)):
+            assert type(made) is torch.Tensor
+        rows.clone().zero_()
+        assert torch.equal(torch.zeros(2, DIM).copy_(rows), rows)
+        assert torch.equal(pickle.loads(pickle.dumps(rows)), rows)
+        assert torch.is_tensor(weight == 0)
+        assert bool((weight != 99).all())
+        assert hash(weight) == hash(weight)
+        weight[2].sum().backward()
+        assert not torch.equal(weight.data[2], rows[1])
+
+    @pytest.mark.parametrize("freeze", [True, False])
+    def test_freezing_comes_too_late(self, freeze):
+        module = Embedding(SIZE, DIM, name="item", _freeze=not freeze, optimizer=SGD)
+        module.requires_grad_(freeze).weight.requires_grad_(freeze)
+        message = rf"table 'item': requires_grad_.{not freeze}. came too late.*'item': .'trainable': {not freeze}"
+        for call in (
+            module.requires_grad_,
+            module.weight.requires_grad_,
+            partial(setattr, module.weight, "requires_grad"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call(not freeze)
+
+    def test_hooks_are_refused(self):
+        weight = Embedding(SIZE, DIM, name="item", optimizer=SGD).weight
+        for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+            with pytest.raises(TypeError, match=r"table 'item': register_.*would not pass the hook"):
+                register(print)
 
     def test_an_open_table_has_none(self):
         module = Embedding(nk.UNBOUNDED, DIM, optimizer=SGD)

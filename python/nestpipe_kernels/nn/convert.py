@@ -31,6 +31,7 @@ from nestpipe_kernels.nn.convert_settings import by_first_name, checked_settings
 from nestpipe_kernels.nn.drop_in import SharedAccess, TableModule
 from nestpipe_kernels.nn.embedding import Embedding
 from nestpipe_kernels.nn.embedding_bag import EmbeddingBag
+from nestpipe_kernels.nn.freezing import unwatch, watch
 from nestpipe_kernels.nn.layout import group_key, make_layout
 from nestpipe_kernels.nn.references import References
 from nestpipe_kernels.nn.replaced_weight import give_back, take_away
@@ -133,6 +134,7 @@ def convert(
         group["params"] = [p for p in group["params"] if id(p) not in weights]
     for name, parameter in weights.values():
         take_away(parameter, name.removesuffix(".weight"))
+    watch(model)
     return [one.name for one in found]
 
 
@@ -191,6 +193,7 @@ def revert(model: nn.Module) -> list[str]:
         for name, rows in state.items():
             give_back(new.get_parameter(name), rows)
         new.training = one.module.training
+    unwatch(model)
     return [one.name for one in found]
 
 

@@ -160,6 +160,22 @@ class TableModule(Collection):
         """Whether rows are updated."""
         return self._configs[0].trainable
 
+    def check_trainable(self, requires_grad: bool) -> None:
+        """Raises TypeError where the table would have to be frozen, or thawed, after it was made: says how instead."""
+        if bool(requires_grad) is self.trainable:
+            return
+        raise TypeError(
+            f"{self.described}: requires_grad_({requires_grad}) came too late, the table has been made "
+            f"{'trainable' if self.trainable else 'frozen'}; set it before nk.convert, or there by "
+            f"settings={{{self._configs[0].name!r}: {{'trainable': {bool(requires_grad)}}}}} (nk.revert(model) first); "
+            "for a while, a learning rate of 0 in sparse_optimizer.param_groups stops updates without decay"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """As torch's for what users have added. Raises TypeError where the table is not so already."""
+        self.check_trainable(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     @property
     def weight(self) -> TableWeight:
         """All rows, [num_embeddings, embedding_dim], as something that tensor operations take for a tensor.

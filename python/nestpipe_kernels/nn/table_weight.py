@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe_kernels.nn.read_rows import guarded, written
+
 __all__ = ["TableWeight"]
 
 
@@ -18,7 +20,8 @@ class TableWeight:
     enabled, what is computed from them trains all rows. Asking for the shape, dtype or device reads nothing.
 
     Raises:
-        TypeError: an operation would write to it, which would change a copy.
+        TypeError: an operation would write to it or to a view of it, which would change a copy; something that only a
+            parameter can do (freezing, hooks on its gradient).
     """
 
     def __init__(self, module: Any, detached: bool = False) -> None:
@@ -39,18 +42,22 @@ class TableWeight:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         name = getattr(function, "__name__", str(function))
-        target = args[0] if args else next(iter(given.values()), None)
-        writes = name.endswith("_") and not name.endswith("__")
-        for written in ([target] if writes else []) + [given.get("out")]:
-            if isinstance(written, TableWeight):
-                raise written._refused(name)
+        for one in written(name, args, given):
+            if isinstance(one, TableWeight):
+                raise one._refused(name)
+        weights = [one for one in (*args, *given.values()) if isinstance(one, TableWeight)]
+        if given.get("max_norm") is not None and weights:
+            raise weights[0]._refused(f"{name}(max_norm={given['max_norm']})")
         read: dict[int, Tensor] = {}
-        return function(*_read(args, read), **_read(given, read))
+        arguments, given = _read(list(args), read), _read(given, read)
+        if len(weights) == 1 and args and args[0] is weights[0]:  # its views refuse writes, too
+            arguments[0] = guarded(arguments[0], weights[0]._refused)
+        return function(*arguments, **given)
 
     def _refused(self, what: str) -> TypeError:
         return TypeError(
             f"{self._module.described}: {what} would write to a copy of the rows; write them with "
-            "load_state_dict(), or fill them before nk.convert"
+            "load_state_dict(), or fill them before nk.convert; to change a copy, clone() it first"
         )
 
     # --------------------------------------------------------------------------------- what needs no rows
@@ -86,16 +93,47 @@ class TableWeight:
         """Whether the table is trained."""
         return not self._detached and bool(self._module.trainable)
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
+        """Nothing, where it is so already. Raises TypeError otherwise: says how a table is frozen."""
+        if self._detached:
+            raise self._refused("requires_grad_")
+        self._module.check_trainable(requires_grad)
+        return self
+
     grad = None
+
+    def _no_hooks(self, what: str) -> TypeError:
+        return TypeError(
+            f"{self._module.described}: {what}: the rows' gradients go to their store and would not pass the hook; "
+            "register it on what the module returns (out.register_hook), or on a tensor computed from weight"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        """Raises TypeError: there is no gradient that the hook could get."""
+        raise self._no_hooks("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Raises TypeError, as register_hook does."""
+        raise self._no_hooks("register_post_accumulate_grad_hook")
 
     @property
     def data(self) -> TableWeight:
         """The same without a graph."""
         return TableWeight(self._module, detached=True)
 
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise self._refused("assignment to data")
+
     def detach(self) -> TableWeight:
         """The same without a graph."""
         return self.data
+
+    __hash__ = object.__hash__
 
     def __len__(self) -> int:
         return int(self.shape[0])
@@ -110,16 +148,16 @@ class TableWeight:
             raise AttributeError(f"'TableWeight' has no attribute {name!r}")
         if name.endswith("_"):
             raise self._refused(name)
-        return getattr(self.tensor(), name)
+        return getattr(guarded(self.tensor(), self._refused), name)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[index]
+        return guarded(self.tensor(), self._refused)[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise self._refused("assignment")
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.tensor())
+        return iter(guarded(self.tensor(), self._refused).unbind())
 
     def __array__(self, *args: Any) -> Any:
         return self.tensor().detach().numpy().__array__(*args)
@@ -148,6 +186,6 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_OPERATORS = (*_BINARY, *("r" + name for name in _BINARY), "neg", "abs", "lt", "le", "gt", "ge")
+_OPERATORS = (*_BINARY, *("r" + name for name in _BINARY), "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne")
 for _name in _OPERATORS:
     setattr(TableWeight, f"__{_name}__", _operator(f"__{_name}__"))
