@@ -399,6 +399,7 @@ MODELS = [
         "'fixed' .* 'e.weight' .* same memory.*skip=",
     ),
     (wrapped, SGD, "'net.module.e' .* 'net' is wrapped in DistributedDataParallel"),
+    (lambda: wrapped()["net"], SGD, "'module.e' .* the model is wrapped in DistributedDataParallel"),
     (clashing, SGD, "'e' .* attribute 'tables' has the name .*rename"),
     (partial(tied, padding_idx=1), MOMENTUM, "'b' .* shares its weight with 'e', which trains row 1"),
     (partial(tied, nn.EmbeddingBag), SGD, None),
@@ -528,6 +529,7 @@ ARGUMENTS = [
     (lambda: nk.convert(small(), SGD, settings={"e": {"padding_idx": 1}}), ValueError, "'padding_idx', which is taken"),
     (lambda: nk.convert(small(), SGD, settings={"e": {"seed": 1}}), ValueError, "'seed', .*pass it to nk.convert"),
     (lambda: nk.convert(small(), SGD, settings={"e": {"trainable": 1}}), TypeError, "trainable must be a bool"),
+    (lambda: nk.convert(tied(), SGD, skip=["b"]), ValueError, r"'e' .* with 'b', .*skip=\['b', 'e'\]"),
     (lambda: nk.convert(Model(), SGD, skip=["parts"]), ValueError, r"skip names 'parts', .*\['parts.frozen'\]"),
     (
         lambda: nk.convert(Model(), SGD, settings={"user": {}, "parts.same": {}}),

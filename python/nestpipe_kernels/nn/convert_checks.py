@@ -126,6 +126,12 @@ def check_shared(model: nn.Module, modules: Sequence[nn.Module], weights: Mappin
                 continue
             if parameter is not None and id(parameter) in weights:
                 name = weights[id(parameter)][0].removesuffix(".weight")
+                if isinstance(module, tables) and key == "weight":
+                    raise refusal(
+                        name,
+                        f"it shares its weight with {path!r}, which is not converted; convert both, or leave both out: "
+                        f"skip={sorted([name, path])}",
+                    )
                 raise refusal(
                     name,
                     f"its weight is also {path + '.' if path else ''}{key} of a {type(module).__name__}; compute that "

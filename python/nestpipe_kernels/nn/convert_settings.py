@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 __all__ = ["by_first_name", "checked_settings", "checked_skip", "of_tied"]
 
 _OF_MODULE = ("num_embeddings", "embedding_dim", "mode", "include_last_offset", "_weight", "_freeze", "_fill")
@@ -90,7 +92,7 @@ def of_tied(groups: Sequence[Sequence[str]], settings: Mapping[str, dict[str, An
     for names in groups:
         given = [name for name in names if name in settings]
         for name in given[1:]:
-            if settings[name] != settings[given[0]]:
+            if not _alike(settings[name], settings[given[0]]):
                 raise ValueError(
                     f"convert: settings of {given[0]!r} and {name!r} differ, but they share a weight and so a table; "
                     "give them for one of the two"
@@ -98,3 +100,14 @@ def of_tied(groups: Sequence[Sequence[str]], settings: Mapping[str, dict[str, An
         if given:
             found |= dict.fromkeys(names, settings[given[0]])
     return found
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two modules' settings are equal; tensors are by being the same."""
+    if one.keys() != other.keys():
+        return False
+    return all(
+        value is other[key]
+        or (not isinstance(value, Tensor) and type(value) is type(other[key]) and value == other[key])
+        for key, value in one.items()
+    )

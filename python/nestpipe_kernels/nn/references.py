@@ -19,6 +19,7 @@ _ATOMS: tuple[Any, ...] = (
     *(Tensor, torch.dtype, torch.device, torch.Generator),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
 )
+_LEAVES = frozenset({str, bytes, int, float, bool, type(None)})
 _WANTED = (nn.Module, Tensor, TableWeight)
 _TREE = frozenset({*vars(nn.Module()), "origin", "_lender"})
 _MOST_LEVELS = 20
@@ -113,6 +114,8 @@ class References:
             self._note_fixed(value.param_groups, place, level)
         elif isinstance(value, list):
             for k, item in enumerate(value):
+                if type(item) in _LEAVES:  # lists of numbers may be long
+                    continue
                 self._change(value, k, item, f"{place}[{k}]", level + 1)
         elif isinstance(value, dict):
             self._note_fixed(list(value), place, level)
