@@ -275,6 +275,7 @@ class TestAdditions:
         model.load_state_dict(before)
         model.e(IDS % 4).sum().backward()
         assert seen == [model.e]
+        assert model.e._is_full_backward_hook
         assert nk.revert(model) == ["e", "e.inner.1"]
         assert model.e is old
         assert set(model.state_dict()) == set(before)
@@ -349,7 +350,7 @@ HELD = {
 def test_a_container_that_cannot_change_undoes_all(kind):
     model = small(second=nn.Embedding(4, 2))
     old = model.e
-    model.first, model.held, model.other = [old.weight], HELD[kind](old.weight), FixedList([1, 2])
+    model.first, model.held, model.other = [old.weight], HELD[kind](old.weight), FixedList([(1,), 2])
     with pytest.raises(ValueError, match=r"convert: 'e' .* model.held\S* holds it .*Error: .*skip=\['e'\]"):
         nk.convert(model, SGD)
     assert model.first[0] is old.weight is model.e.weight
