@@ -22,12 +22,13 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("name, settings", GRAPHS)
-@pytest.mark.parametrize("micro_batches", [1, 2, 5])
-def test_schedules_are_valid_and_lanes_cannot_deadlock(name, settings, micro_batches):
+def test_schedules_are_valid_and_lanes_cannot_deadlock(name, settings):
+    """Valid with three micro-batches, which says that every hazard edge matters; without conflicts with fewer."""
     graph = build_graph(name, **settings)
     validate(graph)
-    check_lanes(graph, micro_batches)
-    if micro_batches < 3:
+    for micro_batches in (1, 2, 5):
+        check_lanes(graph, micro_batches)
+    for micro_batches in (1, 2):
         assert conflicts_without_path(graph, micro_batches) == []
 
 
@@ -36,6 +37,7 @@ def test_evaluation_graph_is_valid(fetch):
     validate(evaluation_graph(fetch))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name, settings", GRAPHS)
 def test_taking_out_any_hazard_edge_leaves_a_conflict(name, settings):
     graph = build_graph(name, **settings)
