@@ -69,7 +69,7 @@ lint: build
 sanitize: build
 	@for kind in address,undefined thread; do \
 	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/sanitize-$$kind -j $(JOBS) && \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $(BIN)/ctest --test-dir build/sanitize-$$kind -j $(JOBS) --output-on-failure || exit 1; \
