@@ -42,22 +42,6 @@ class HSTULayer(nn.Module):
 
 
 class HSTU(SequenceModel):
-    """Layers of HSTU over the items of one table (`SequenceModel` says what goes in and out).
+    """Layers of HSTU over the items of one table; `SequenceModel` says what goes in and out."""
 
-    Args:
-        embedding_collection: ours or TorchRec's, of one table with features `sequence`, `target` and `candidates`.
-        num_layers, heads: sizes; the table's embedding_dim must be a multiple of `heads`.
-        max_length: of the sequences.
-        seed: determines the initial dense parameters, alike on every rank.
-
-    Raises:
-        ValueError: a size that makes no sense.
-    """
-
-    def __init__(
-        self, embedding_collection: nn.Module, num_layers: int = 2, heads: int = 2, max_length: int = 64, seed: int = 0
-    ) -> None:
-        dim = self.item_dim(embedding_collection, num_layers, heads, max_length)
-        generator = torch.Generator().manual_seed(seed)
-        layers = [HSTULayer(dim, heads, max_length, generator) for _ in range(num_layers)]
-        super().__init__(embedding_collection, nn.ModuleList(layers))
+    layer_class = HSTULayer

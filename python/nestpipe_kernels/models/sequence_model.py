@@ -7,6 +7,7 @@ is the longest sequence of the (micro-)batch. No result depends on L, or on the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,8 +118,14 @@ class SequenceModel(nn.Module):
     """Items of one table, layers, and a softmax over the target and the sample's candidates at every place.
 
     Args:
-        embedding_collection: one table with features `sequence`, `target` and `candidates` (data.SequenceBatch).
-        layers: each maps (float32 [T, D], Sequences) to float32 [T, D].
+        embedding_collection: ours or TorchRec's, of one table with features `sequence`, `target` and `candidates`
+            (data.SequenceBatch).
+        num_layers, heads: sizes; the table's embedding_dim must be a multiple of `heads`.
+        max_length: of the sequences.
+        seed: determines the initial dense parameters, alike on every rank.
+
+    Raises:
+        ValueError: a size that makes no sense, or several tables.
 
     `forward` returns (loss, output, weight). In training the loss is the mean over the places that have a target, the
     weight is their number, and the output is (each sample's mean loss float32 [B], its number of targets int64 [B]).
@@ -126,18 +133,20 @@ class SequenceModel(nn.Module):
     candidates that score the same count half before it, rounded up.
     """
 
-    def __init__(self, embedding_collection: nn.Module, layers: nn.ModuleList) -> None:
+    layer_class: Callable[[int, int, int, torch.Generator], nn.Module]
+    """(D, heads, max_length, generator) -> a layer that maps (float32 [T, D], Sequences) to float32 [T, D]."""
+
+    def __init__(
+        self, embedding_collection: nn.Module, num_layers: int = 2, heads: int = 2, max_length: int = 64, seed: int = 0
+    ) -> None:
         super().__init__()
+        dim = self._item_dim(embedding_collection, num_layers, heads, max_length)
+        generator = torch.Generator().manual_seed(seed)
         self.embedding_collection = embedding_collection
-        self.layers = layers
+        self.layers = nn.ModuleList(self.layer_class(dim, heads, max_length, generator) for _ in range(num_layers))
 
     @classmethod
-    def item_dim(cls, embedding_collection: Any, num_layers: int, heads: int, max_length: int) -> int:
-        """D of the only table.
-
-        Raises:
-            ValueError: several tables, a size below 1, or a D that is no multiple of `heads`.
-        """
+    def _item_dim(cls, embedding_collection: Any, num_layers: int, heads: int, max_length: int) -> int:
         name = cls.__name__
         sizes = {"num_layers": num_layers, "heads": heads, "max_length": max_length}
         if wrong := [f"{size} {value}" for size, value in sizes.items() if value < 1]:
