@@ -76,6 +76,9 @@ class PipelineConfig:
         edge_share: the first and the last micro-batch of three or more get this share of the samples of an even one,
             > 0 and <= 1, and the others as many more. Before the first and after the last, compute waits for the
             network: smaller ones shorten that. Another rounding than even ones, the same in every schedule.
+        balance: what micro-batches have about as many of: "samples", "keys" (of a sample in all lookups), or a function
+            `batch -> integers [B]`, the tokens of each sample (the length of its sequence, say). Samples keep their
+            order, parts are cut elsewhere. Another rounding, the same in every schedule.
         loss_weighting: a micro-batch's loss weighs n_i / n ("mean": losses averaged over samples) or 1 ("sum"); a
             weight that the model returns replaces it.
         nan_policy: "raise" (nothing changes on any rank) or "skip_row" (only that row is left out, and reported).
@@ -107,6 +110,7 @@ class PipelineConfig:
     gradient_wire: str = "fp32"
     clustering: str = "key"
     edge_share: float = 1.0
+    balance: str | Callable[[Any], Any] = "samples"
     loss_weighting: str = "mean"
     nan_policy: str = "raise"
     timeout_s: float = 300.0
@@ -138,6 +142,8 @@ class PipelineConfig:
             or not 0 < self.edge_share <= 1
         ):
             raise ValueError(f"edge_share must be a number > 0 and <= 1, got {self.edge_share!r}")
+        if not callable(self.balance) and self.balance not in ("samples", "keys"):
+            raise ValueError(f"balance must be 'samples', 'keys' or a function of a batch, got {self.balance!r}")
         _one_of("loss_weighting", self.loss_weighting, ("mean", "sum"))
         _one_of("nan_policy", self.nan_policy, ("raise", "skip_row"))
         self._check_micro_batches()

@@ -62,6 +62,7 @@ def test_early_send_is_identical_too(capsys) -> None:
     ("option", "value", "setting", "expected"),
     [
         ("--edge-share", "0.4", "edge_share", 0.4),
+        ("--balance", "keys", "balance", "keys"),
         ("--owner-pooling", "all", "owner_pooling", True),
         ("--owner-pooling", "auto", "owner_pooling", "auto"),
         ("--owner-pooling", "history, item", "owner_pooling", ("history", "item")),

@@ -87,7 +87,7 @@ def test_layers_are_their_equations(kind: Any, by_hand: Callable[..., Tensor], b
         values.data.normal_(generator=generator)
     items = torch.randn(9, 6, generator=generator)
     times = torch.tensor([0, 3, 3, 90, 10**6, 5, 6, 7, 10**8])
-    found = layer(items, Sequences.of(torch.tensor([5, 0, 4]), times))
+    found = layer(items, Sequences.timed(torch.tensor([5, 0, 4]), times))
     expected = torch.cat([by_hand(layer, items[:5], times[:5]), by_hand(layer, items[5:], times[5:])])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -40,6 +40,7 @@ from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
         ({"num_micro_batches": 2.0}, "num_micro_batches must be an integer >= 1 or 'auto', got 2.0"),
         ({"num_micro_batches": "many"}, "num_micro_batches must be an integer >= 1 or 'auto', got 'many'"),
         ({"edge_share": 0}, "edge_share must be a number > 0 and <= 1, got 0"),
+        ({"balance": "tokens"}, "balance must be 'samples', 'keys' or a function of a batch, got 'tokens'"),
         ({"edge_share": True}, "edge_share must be a number > 0 and <= 1, got True"),
         ({"early_send": "no"}, "early_send must be True or False, got 'no'"),
         ({"lower_caller_priority": 1}, "lower_caller_priority must be True or False, got 1"),

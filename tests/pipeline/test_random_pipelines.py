@@ -86,7 +86,7 @@ def draw(seed: int) -> Drawn:
         nan_policy="skip_row",
         bad_labels=pick((0.0, 0.0, 0.05)),
     )
-    settings = {"edge_share": pick((1.0, 0.5, 0.3, 0.9))}
+    settings = {"edge_share": pick((1.0, 0.5, 0.3, 0.9)), "balance": pick(("samples", "keys"))}
     return Drawn(scenario, pick(list(DENSE)), schedule, settings)
 
 
@@ -166,6 +166,7 @@ def test_what_is_drawn_covers_every_choice() -> None:
     }  # fmt: skip
     assert any(len({table.dim for table in case.scenario.tables}) == 4 for case in cases)
     assert {case.settings["edge_share"] for case in cases} == {1.0, 0.5, 0.3, 0.9}
+    assert {case.settings["balance"] for case in cases} == {"samples", "keys"}
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ from torch import nn
 from nestpipe_kernels import optim
 from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
-from nestpipe_kernels.stages.routing import micro_batch_sizes
+from nestpipe_kernels.stages.micro_batches import even_sizes
 from nestpipe_kernels.testing.threads import run_ranks_as_threads
 
 BATCHES = [make_batch(t, size=7) for t in range(5)]
@@ -61,7 +61,7 @@ def test_outputs_come_in_the_callers_order_although_samples_are_clustered(schedu
     ],
 )
 def test_the_first_and_the_last_micro_batch_may_be_smaller(samples, number, share, sizes):
-    assert micro_batch_sizes(samples, number, share) == sizes
+    assert even_sizes(samples, number, share) == sizes
 
 
 def test_smaller_edges_are_the_same_in_every_schedule_and_near_even_ones():
@@ -85,18 +85,18 @@ def test_clustering_does_reorder_samples():
     from nestpipe_kernels.stages import routing
 
     seen = []
-    original = routing._micro_batches
+    original = routing.micro_batches
 
     def note(rank, batch):
         made = original(rank, batch)
         seen.append(torch.cat([m.indices for m in made]).tolist())
         return made
 
-    routing._micro_batches = note
+    routing.micro_batches = note
     try:
         run_rank(make_pipeline(Recommender(), num_micro_batches=3), BATCHES)
     finally:
-        routing._micro_batches = original
+        routing.micro_batches = original
     assert any(order != list(range(7)) for order in seen)
     assert all(sorted(order) == list(range(7)) for order in seen)
 

@@ -54,6 +54,7 @@ class TrainOptions:
     gradient_wire: str = "fp32"
     early_send: bool = False
     edge_share: float = 1.0
+    balance: str = "samples"
     owner_pooling: bool | Literal["auto"] | tuple[str, ...] = False
     sparse_groups: int = 1
 
@@ -160,6 +161,10 @@ def add_train(commands: Any) -> None:
     how.add_argument(
         "--edge-share", type=share, default=1.0, metavar="PART", help="of the first and last micro-batch: size (1)"
     )
+    how.add_argument(
+        "--balance", choices=("samples", "keys"), default="samples",
+        help="what parts have about as many of: samples (default), or keys (of sequence models: items)",
+    )  # fmt: skip
     how.add_argument(
         "--owner-pooling", type=_pooling, default=False, metavar="WHICH",
         help="owners add the rows of a bag up: for all features, where it is fewer bytes (auto), or those named (a,b)",

@@ -17,6 +17,8 @@ from nestpipe_kernels.cli.checkpointing import Checkpoints
 from nestpipe_kernels.cli.options import TrainOptions
 from nestpipe_kernels.cli.snapshot import Snapshot, take_snapshot
 from nestpipe_kernels.config import PipelineConfig, default_threads, process_environment
+from nestpipe_kernels.data.sequences import SequenceBatch
+from nestpipe_kernels.models import SEQUENCE_MODELS
 from nestpipe_kernels.pipeline.micro_choice import TRIAL_STEPS
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.trace import Span
@@ -129,12 +131,14 @@ def train_once(
     np.random.seed(options.seed % 2**32)
     torch.set_num_threads(torch_threads())
     dense = torch.optim.Adam(model.parameters(), lr=options.dense_lr)
+    by_tokens = SequenceBatch.tokens if options.model in SEQUENCE_MODELS else "keys"
     config = PipelineConfig(
         schedule=schedule,
         num_micro_batches=options.micro_batches,
         row_transfer=options.row_transfer,
         early_send=options.early_send and schedule == "nested",
         edge_share=options.edge_share,
+        balance=by_tokens if options.balance == "keys" else "samples",
         owner_pooling=options.owner_pooling,
         row_wire=options.row_wire,
         gradient_wire=options.gradient_wire,

@@ -46,6 +46,10 @@ class SequenceBatch:
         """Number of samples."""
         return self.sparse.stride()
 
+    def tokens(self) -> Tensor:
+        """int64 [B]: the items of each sequence; for PipelineConfig(balance=SequenceBatch.tokens)."""
+        return self.times.lengths().to(torch.int64)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """A copy on `device`; asynchronous from pinned memory with `non_blocking`."""
         return SequenceBatch(self.sparse.to(device, non_blocking), self.times.to(device, non_blocking))

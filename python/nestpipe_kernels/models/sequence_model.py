@@ -36,48 +36,61 @@ def seeded_linear(inputs: int, outputs: int, generator: torch.Generator, *, bias
 
 
 @dataclass
-class Sequences:
-    """Where the items of B sequences lie when they are padded, and what every pair of places needs.
+class Padding:
+    """Where the values of B sequences, laid end to end, lie when they are padded.
 
     Attributes:
-        sample: int64 [T], of each item.
+        sample: int64 [T], of each value.
         place: int64 [T], in its sequence.
         size: B.
-        length: L.
-        times: int64 [B, L], seconds; 0 behind the end.
-        sees: bool [B, L, L]: a place sees itself and what is before it.
+        length: L, of the longest sequence.
     """
 
     sample: Tensor
     place: Tensor
     size: int
     length: int
-    times: Tensor
-    sees: Tensor
 
     @staticmethod
-    def of(lengths: Tensor, times: Tensor) -> Sequences:
-        """From the sequences' lengths (int [B]) and the times of their items (int64 [T])."""
+    def of(lengths: Tensor) -> Padding:
+        """From the sequences' lengths (int [B])."""
         lengths = lengths.to(torch.int64)
         size, length = len(lengths), int(lengths.max()) if len(lengths) else 0
         sample = torch.repeat_interleave(torch.arange(size, device=lengths.device), lengths)
         starts = torch.cumsum(lengths, 0) - lengths
         place = torch.arange(len(sample), device=lengths.device) - starts[sample]
-        padded = torch.zeros(size, length, dtype=times.dtype, device=times.device)
-        padded[sample, place] = times
-        here = torch.arange(length, device=lengths.device)
-        valid = here < lengths[:, None]
-        sees = (here[:, None] >= here) & valid[:, None, :] & valid[:, :, None]
-        return Sequences(sample, place, size, length, padded, sees)
+        return Padding(sample, place, size, length)
 
-    def pad(self, values: Tensor) -> Tensor:
-        """[T, ...] to [B, L, ...], zero behind the ends."""
-        padded = values.new_zeros(self.size, self.length, *values.shape[1:])
+    def pad(self, values: Tensor, fill: float = 0) -> Tensor:
+        """[T, ...] to [B, L, ...], `fill` behind the ends."""
+        padded = values.new_full((self.size, self.length, *values.shape[1:]), fill)
         return padded.index_put((self.sample, self.place), values)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[B, L, ...] to [T, ...]."""
         return padded[self.sample, self.place]
+
+
+@dataclass
+class Sequences(Padding):
+    """B sequences of items, and what attention needs for every pair of places.
+
+    Attributes:
+        times: int64 [B, L], seconds; 0 behind the end.
+        sees: bool [B, L, L]: a place sees itself and what is before it.
+    """
+
+    times: Tensor
+    sees: Tensor
+
+    @staticmethod
+    def timed(lengths: Tensor, times: Tensor) -> Sequences:
+        """From the sequences' lengths (int [B]) and the times of their items (int64 [T])."""
+        found = Padding.of(lengths)
+        here = torch.arange(found.length, device=lengths.device)
+        valid = here < lengths[:, None]
+        sees = (here[:, None] >= here) & valid[:, None, :] & valid[:, :, None]
+        return Sequences(found.sample, found.place, found.size, found.length, found.pad(times), sees)
 
     def pad_heads(self, values: Tensor, heads: int) -> Tensor:
         """[T, D] to [B, H, L, D / H]."""
@@ -164,7 +177,7 @@ class SequenceModel(nn.Module):
         rows = self.embedding_collection(batch.sparse)
         sequence, target, candidates = (rows[name] for name in ("sequence", "target", "candidates"))
         keys = {name: batch.sparse[name].values() for name in ("target", "candidates")}
-        sequences = Sequences.of(sequence.lengths(), batch.times.values())
+        sequences = Sequences.timed(sequence.lengths(), batch.times.values())
         hidden = sequence.values()
         for layer in self.layers:
             hidden = layer(hidden, sequences)
@@ -174,10 +187,11 @@ class SequenceModel(nn.Module):
             wanted = functional.normalize(target.values().float(), dim=-1, eps=1e-6)
             others = functional.normalize(candidates.values().float(), dim=-1, eps=1e-6)
             right = (hidden * wanted).sum(-1) / _TEMPERATURE
-            scores = _scores(hidden, sample, others, candidates.lengths()) / _TEMPERATURE
-            choices = _padded(keys["candidates"], candidates.lengths(), -1)[sample]
-            same = (choices == keys["target"][:, None]) | _behind_end(candidates.lengths(), scores.shape[1])[sample]
-            scores = scores.masked_fill(same, -torch.inf)
+            choices = Padding.of(candidates.lengths())
+            scores = _scores(hidden, sample, others, choices) / _TEMPERATURE
+            behind_end = torch.arange(choices.length, device=hidden.device) >= candidates.lengths()[:, None]
+            told = choices.pad(keys["candidates"])[sample] == keys["target"][:, None]
+            scores = scores.masked_fill(told | behind_end[sample], -torch.inf)
             losses = functional.cross_entropy(
                 torch.cat([right[:, None], scores], 1), torch.zeros(len(right), dtype=torch.int64), reduction="none"
             )
@@ -200,20 +214,7 @@ def _last_places(hidden: Tensor, sequences: Sequences, lengths: Tensor, ahead: T
     return hidden[chosen], sequences.sample[chosen]
 
 
-def _padded(values: Tensor, lengths: Tensor, fill: int) -> Tensor:
-    found = Sequences.of(lengths, values)
-    padded = values.new_full((found.size, found.length), fill)
-    padded[found.sample, found.place] = values
-    return padded
-
-
-def _behind_end(lengths: Tensor, width: int) -> Tensor:
-    return torch.arange(width, device=lengths.device) >= lengths[:, None]
-
-
-def _scores(hidden: Tensor, sample: Tensor, candidates: Tensor, lengths: Tensor) -> Tensor:
+def _scores(hidden: Tensor, sample: Tensor, candidates: Tensor, choices: Padding) -> Tensor:
     """float32 [P, K]: of each place with the candidates of its sample."""
-    places = torch.bincount(sample, minlength=len(lengths))
-    queries = Sequences.of(places, torch.zeros_like(sample))
-    choices = Sequences.of(lengths, torch.zeros(len(candidates), dtype=torch.int64))
+    queries = Padding.of(torch.bincount(sample, minlength=choices.size))
     return queries.unpad(torch.bmm(queries.pad(hidden), choices.pad(candidates).transpose(1, 2)))

@@ -140,6 +140,7 @@ class NestedPipeline:
             gradient_wire=config.gradient_wire,
             clustering=config.clustering == "key",
             edge_share=config.edge_share,
+            balance=config.balance,
             patience_s=_PATIENCE_S,
             nan_policy=config.nan_policy,
             model=model,

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..comm.router import KeyLists, pack, part_of, route_keys, transfers, unpack
 from ..errors import CommunicationError
-from ..ops.bucketize import bucketize
-from ..ops.cluster import cluster, partition_sizes
 from ..ops.dedup import dedup
 from ..ops.mean_sources import entries_by_row
 from ..types import LookupCall, StoreKeys, empty_store_keys
 from .messages import FIXED_WORDS, Flags, pack_flags, unpack_flags
+from .micro_batches import micro_batches
 from .owner_pool import land_parts, pool_at_owners, post_parts
-from .state import BatchState, Inputs, MicroBatch, OwnerKeys, Parts, RankState, StorePlan, UnionKeys
+from .state import BatchState, OwnerKeys, Parts, RankState, StorePlan, UnionKeys
 
 __all__ = [
     "announce",
@@ -26,7 +24,6 @@ __all__ = [
     "exchange_keys",
     "fetch",
     "merge_sources",
-    "micro_batch_sizes",
     "plan_keys",
     "prefetch",
     "route",
@@ -94,84 +91,11 @@ def route(rank: RankState, batch: BatchState, micro: int) -> None:
     """Split into micro-batches, list keys by owner, and announce how many keys each owner will get."""
     if batch.has_batch and batch.failure is None:
         with batch.guard(rank.communicator.rank, "route"):
-            batch.micro = _micro_batches(rank, batch)
+            batch.micro = micro_batches(rank, batch)
             batch.plans = plan_keys(rank, [m.calls for m in batch.micro])
     if batch.failure is not None or not batch.plans:
         batch.plans = plan_keys(rank, [{} for _ in range(rank.num_micro_batches)])
     announce(rank, batch)
-
-
-def micro_batch_sizes(samples: int, number: int, edge_share: float) -> list[int]:
-    """Samples of each micro-batch: even, or `edge_share` of that in the first and the last of three or more, at least
-    one in each, and even between them."""
-    even = partition_sizes(samples, number)
-    if number < 3 or samples < number:
-        return even
-    edge = max(round(samples / number * edge_share), 1)
-    return even if edge >= even[-1] else [edge, *partition_sizes(samples - 2 * edge, number - 2), edge]
-
-
-def _micro_batches(rank: RankState, batch: BatchState) -> list[MicroBatch]:
-    from ..capture.split import split
-    from ..capture.to_device import to_device
-
-    parts = micro_batch_sizes(batch.size, rank.num_micro_batches, rank.edge_share)
-    order = torch.arange(batch.size)
-    if rank.clustering and rank.num_micro_batches > 1 and batch.size > 1:
-        order = _clustered_order(rank, batch)
-    indices = [part.contiguous() for part in torch.split(order, parts)]
-    filled = [k for k, part in enumerate(parts) if part]
-    pieces = split(batch.raw, [indices[k] for k in filled], rank.split_batch) if filled else []
-    micros = [MicroBatch(None, index) for index in indices]
-    for k, piece in zip(filled, pieces):
-        micros[k].batch = piece
-        try:
-            micros[k].inputs, micros[k].calls = _plan_calls(rank, batch.inputs, piece)
-            if rank.backend.has_streams:
-                micros[k].batch = to_device(piece, rank.backend.device, micros[k].moved)
-        except (IndexError, TypeError, ValueError):
-            _plan_calls(rank, batch.inputs, batch.raw)  # says the same with positions in the whole batch
-            raise
-    return micros
-
-
-def _plan_calls(
-    rank: RankState, source: Inputs | None, piece: Any
-) -> tuple[dict[str, list[Any]], dict[str, list[LookupCall]]]:
-    """The inputs of every module for a batch or a part of it, and their lookups."""
-    inputs: dict[str, list[Any]] = source.replay(piece) if source is not None else {}
-    return inputs, {name: [rank.modules[name].plan_call(f) for f in calls] for name, calls in inputs.items()}
-
-
-def _clustered_order(rank: RankState, batch: BatchState) -> Tensor:
-    """Order of samples that lets those sharing keys meet; lookups that do not map to samples are left out."""
-    inputs: dict[str, list[Any]] = batch.inputs.replay(batch.raw) if batch.inputs is not None else {}
-    samples: list[Tensor] = []
-    ids: list[Tensor] = []
-    base = 0
-    for name, features in inputs.items():
-        calls = [rank.modules[name].plan_call(f) for f in features]
-        for store in range(len(rank.modules[name].row_stores())):
-            mapped = [(s, c.stores[store]) for c in calls if (s := _samples_of(c, store, batch.size)) is not None]
-            if not mapped:
-                continue
-            distinct = dedup(torch.cat([keys.keys for _, keys in mapped]), torch.cat([k.tables for _, k in mapped]))
-            ids.append(distinct.inverse.to(torch.int64) + base)
-            samples.append(torch.cat([s for s, _ in mapped]))
-            base += len(distinct.unique_index)
-    if not samples:
-        return torch.arange(batch.size)
-    by_sample, counts = bucketize(torch.cat(samples).to(torch.int32), batch.size)
-    offsets = torch.zeros(batch.size + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    objective = "resend" if rank.track_use else "send_once"
-    return cluster(offsets, torch.cat(ids)[by_sample], rank.num_micro_batches, objective)
-
-
-def _samples_of(call: LookupCall, store: int, size: int) -> Tensor | None:
-    """The sample of each key, where the call tells; a dimension that is longer than the batch tells nothing."""
-    samples = call.samples[store] if call.samples else None
-    return None if samples is None or (len(samples) and int(samples.max()) >= size) else samples
 
 
 def concat_keys(calls: Sequence[StoreKeys]) -> StoreKeys:

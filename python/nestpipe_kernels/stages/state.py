@@ -150,6 +150,7 @@ class RankState:
     """Owners pool only features of which that is fewer bytes, batch by batch."""
     clustering: bool = False
     edge_share: float = 1.0
+    balance: str | Callable[[Any], Tensor] = "samples"
     nan_policy: str = "raise"
     poison: bool = False
     """Fill buffers with NaN before use: a read of something not written shows."""
