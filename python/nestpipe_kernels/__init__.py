@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
     from .nn.convert import convert, revert
+    from .nn.learning_rates import sparse_optimizer
     from .pipeline.counters import StepCounters
     from .pipeline.train_pipeline import NestedPipeline
     from .store import EmbeddingStore, FileTier
@@ -51,6 +52,7 @@ __all__ = [
     "optim",
     "policy",
     "revert",
+    "sparse_optimizer",
 ]
 
 __version__ = "0.1.0"
@@ -75,6 +77,7 @@ _HOMES = {
     "StepCounters": "pipeline.counters",
     "convert": "nn.convert",
     "revert": "nn.convert",
+    "sparse_optimizer": "nn.learning_rates",
 }
 _SUBMODULES = ("checkpoint", "errors", "init", "jagged", "nn", "optim", "policy")
 

@@ -205,6 +205,8 @@ class TableSpec:
     capacity: int | None = None
     """Rows of the table in this store at most."""
     lr_scale: float = 1.0
+    max_grad_norm: float | None = None
+    """Gradients of rows that are longer are shortened to this length; None: none are."""
     trainable: bool = True
     admission: Any = None
     """An admission rule of nk.policy: which new keys get a row; None: all."""

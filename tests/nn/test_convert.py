@@ -478,6 +478,7 @@ REFUSED = [
     (lambda m: setattr(m, "user", Scaled(9, 3)), "'user' cannot be converted: it is a Scaled, a variant of .*skip="),
     (lambda m: setattr(m, "user", nn.Embedding(9, 3).double()), r"'user' .* float64.*\.float\(\)"),
     (lambda m: setattr(m, "user", nn.Embedding(9, 3, device="meta")), "'user' .* no values yet"),
+    (lambda m: setattr(m.user, "weight", nn.Parameter(torch.zeros(12, 3))), r"is \[12, 3\], but its .* say \[9, 3\]"),
     (lambda m: nn.utils.parametrizations.weight_norm(m.user), "'user' cannot be converted: it is a Parametrized"),
     (lambda m: m.user.weight.register_hook(lambda g: g), "'user' .* hooks on its gradient"),
     (patch_forward, "'user' cannot be converted: .* forward may do something else"),

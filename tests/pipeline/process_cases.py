@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestpipe_kernels import init, optim
 from nestpipe_kernels.comm import communicator_for
+from nestpipe_kernels.config import PipelineConfig
 from nestpipe_kernels.jagged import KeyedJaggedTensor
 from nestpipe_kernels.nn import EmbeddingBagCollection, EmbeddingBagConfig
 from nestpipe_kernels.ops.owners import default_slice_owner, owners
@@ -271,3 +272,52 @@ def one_bad_batch(schedule: str, bad_batch: int, fault: str) -> list[str]:
                 return got
             except Exception as error:
                 got.append(f"{type(error).__name__}: {error}")
+
+
+class Layers(torch.nn.Module):
+    """With a buffer, which DDP would send in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(8)
+        self.weight = torch.nn.Parameter(torch.rand(4, 4, generator=generator))
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight) + self.offset
+
+
+def wrapped_layers() -> tuple[list[bytes], list[bytes], tuple[bool, bool]]:
+    """Dense parameters, rows and losses of a model, and of the same with its layers in DistributedDataParallel; rank 1
+    has a batch less, and its first one is empty. And whether DDP's switches are as before."""
+
+    def train(wrap: bool) -> tuple[list[bytes], bool]:
+        communicator = communicator_for(None, LIMIT_S)
+        tables = [EmbeddingBagConfig(20, 4, "item", init=init.Uniform(-1, 1))]
+        model = torch.nn.Module()
+        model.item = EmbeddingBagCollection(tables, optimizer=optim.SGD(lr=0.1))
+        layers = Layers()
+        model.layers = torch.nn.parallel.DistributedDataParallel(layers) if wrap else layers
+
+        def loss_fn(model: Any, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+            out = model.layers(model.item(batch).values())
+            return out.square().mean(), out
+
+        def loader() -> Iterator[KeyedJaggedTensor]:
+            rank = communicator.rank
+            generator = torch.Generator().manual_seed(rank)
+            for number in range(4 - rank):
+                size = 0 if rank and not number else 6
+                keys = torch.randint(20, (size * 2,), generator=generator)
+                yield KeyedJaggedTensor(["item"], keys, lengths=torch.full((size,), 2), stride=size)
+
+        config = PipelineConfig(num_micro_batches=2, timeout_s=LIMIT_S)
+        dense = torch.optim.SGD(layers.parameters(), lr=0.1)
+        with NestedPipeline(model, dense, loss_fn, config) as pipeline:
+            losses = [float(step.loss) for step in pipeline.run(loader())]
+        rows = model.item.state_dict()["embedding_bags.item.weight"]
+        state = [layers.weight.detach().numpy().tobytes(), rows.numpy().tobytes(), repr(losses).encode()]
+        return state, not wrap or (model.layers.require_backward_grad_sync and model.layers.require_forward_param_sync)
+
+    (plain, one), (wrapped, other) = train(False), train(True)
+    return plain, wrapped, (one, other)

@@ -121,6 +121,13 @@ def test_uneven_work_under_the_other_schedules(world_of, name):
         assert expected.difference(run) == "", schedule
 
 
+def test_layers_wrapped_in_ddp(world_of):
+    """The pipeline averages alone: nothing of DDP's waits for a rank that has no samples."""
+    world = world_of(2)
+    plain, wrapped, ended = world.run(cases.wrapped_layers)[0]
+    assert plain == wrapped and ended == (True, True)
+
+
 def test_sequential_over_processes_too(world_of):
     scenario = Scenario(seed=13)
     run = joined(world_of(2).run(cases.play, scenario, "sequential"))

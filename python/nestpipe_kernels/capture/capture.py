@@ -74,9 +74,11 @@ class SparseInputs(ABC):
 class CapturedInputs(SparseInputs):
     """What `capture_inputs` found. Plain data: can be pickled for a rank that had no batch; `bind` it there."""
 
-    def __init__(self, names: tuple[str, ...], program: Program) -> None:
+    def __init__(self, names: tuple[str, ...], program: Program, pairs: tuple[str, ...] = ()) -> None:
         self.names = names
         self._program = program
+        self.pairs = pairs
+        """Where the model, or its loss, computes something of every two samples of a batch."""
 
     @property
     def num_calls(self) -> dict[str, int]:
@@ -218,10 +220,11 @@ def capture_inputs(
         with preserved_random_state(model_generators(model).values()), eager_only():
             first, second = (probe(index) for index in indices)
             try:
-                return CapturedInputs(names, _program(first, second, names))
+                return CapturedInputs(names, _program(first, second, names), _pairs(first, second))
             except CaptureError:
                 # The first forward of a model may fill caches that later ones use. With those, it must be right.
-                return CapturedInputs(names, _program(probe(indices[0]), second, names))
+                first = probe(indices[0])
+                return CapturedInputs(names, _program(first, second, names), _pairs(first, second))
     finally:
         state.restore()
 
@@ -249,6 +252,7 @@ def _run_probe(
     probe = _Probe(size, calls={name: [] for name in modules})
     probe.tape.on_write = state.before_write
     probe.tape.add_batch(batch)
+    probe.tape.size = size
     probe.tape.add_model(model)
     context: Any = _ProbeContext(probe, {id(module): name for name, module in modules.items()})
     with ExitStack() as stack:
@@ -264,6 +268,12 @@ def _run_probe(
                 error.add_note(f"(in a probe forward of the model with {size} samples and zero embedding rows)")
             raise
     return probe
+
+
+def _pairs(first: _Probe, second: _Probe) -> tuple[str, ...]:
+    """Places where results scale with the square of the batch size: each once."""
+    common = [(key, place) for key, place in first.tape.pairs.items() if second.tape.pairs.get(key) == place]
+    return tuple({place: f"{key[0]} in {place}" for key, place in reversed(common)}.values())[::-1]
 
 
 def _program(first: _Probe, second: _Probe, names: tuple[str, ...]) -> Program:

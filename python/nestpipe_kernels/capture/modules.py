@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-__all__ = ["batch_coupled_modules", "embedding_modules", "model_generators", "running_statistics", "warn_batch_coupled"]
+__all__ = [
+    "batch_coupled_modules",
+    "embedding_modules",
+    "model_generators",
+    "running_statistics",
+    "warn_batch_coupled",
+    "warn_pairs",
+]
 
 
 def embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -57,6 +65,20 @@ def warn_batch_coupled(model: nn.Module, num_micro_batches: int) -> None:
             f"batch statistics of {', '.join(repr(name) for name in names)} will be taken over each of the "
             f"{num_micro_batches} micro-batches, not over the whole batch, so the result differs from unsplit "
             f"training; use num_micro_batches=1, freeze them (.eval()), or use a normalisation per sample (LayerNorm)",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def warn_pairs(pairs: Sequence[str], num_micro_batches: int) -> None:
+    """One UserWarning that names where samples of a batch meet, if a batch is split into more than one micro-batch."""
+    if pairs and num_micro_batches > 1:
+        more = f" (and {len(pairs) - 2} more)" if len(pairs) > 2 else ""
+        warnings.warn(
+            f"the model computes something of every two samples of a batch, as in-batch negatives do: "
+            f"{'; '.join(pairs[:2])}{more}. In {num_micro_batches} micro-batches only samples of the same one meet, so "
+            "the result differs from unsplit training; use num_micro_batches=1, which still works on the next batch "
+            "meanwhile, or ignore this if nothing that is trained comes of it",
             UserWarning,
             stacklevel=2,
         )

@@ -8,6 +8,8 @@ operation: replaying the operations in program order repeats them, aliases inclu
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,6 +120,10 @@ class Tape:
     on_write: Callable[[Tensor], None] | None = None
     """Called with a parameter before an operation writes to it."""
     paused: bool = False
+    size: int = 0
+    """Samples of the probe's batch."""
+    pairs: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """Results with two dims that are multiples of the batch size: (operation, the multiples) -> where."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _storage_taints: dict[int, str] = field(default_factory=dict)
     _parameters: dict[int, Tensor] = field(default_factory=dict)
@@ -202,6 +208,9 @@ class Tape:
             taint = f"random numbers ({str(function).removesuffix('.default')})"
         result = function(*args, **kwargs)
         outputs = list(tensors_in(result))
+        for tensor in outputs:
+            if tensor.dim() > 1:
+                self._note_pairs(function, tensor)
         written = frozenset(_storage(tensor) for tensor in targets)
         if taint is not None:
             for tensor in outputs:
@@ -223,6 +232,12 @@ class Tape:
             )
         )
         return result
+
+    def _note_pairs(self, function: Any, tensor: Tensor) -> None:
+        multiples = [n // self.size for n in tensor.shape if self.size and n and n % self.size == 0]
+        for key in {(short_name(function), a, b) for k, a in enumerate(multiples) for b in multiples[k + 1 :]}:
+            if key not in self.pairs:
+                self.pairs[key] = _place()
 
     def _encode(self, tree: Any) -> Any:
         if isinstance(tree, Tensor):
@@ -265,6 +280,18 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.tape.paused:
             return function(*args, **(kwargs or {}))
         return self.tape.run(function, args, kwargs or {})
+
+
+def _place() -> str:
+    """`Class.forward, model.py:31`: the innermost line on the stack that is neither torch's nor of this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code, owner = frame.f_code, frame.f_locals.get("self")
+        if not str(frame.f_globals.get("__name__", "")).startswith(("torch.", "nestpipe_kernels.capture")):
+            kind = f"{type(owner).__name__}." if isinstance(owner, nn.Module) else ""
+            return f"{kind}{code.co_name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the model"
 
 
 def _write_targets(function: Any, args: Any, kwargs: Any) -> list[Tensor]:

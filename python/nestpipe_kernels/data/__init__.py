@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nestpipe_kernels.data.accumulate import Accumulated, accumulate
 from nestpipe_kernels.data.batch import Batch
 from nestpipe_kernels.data.criteo import CriteoDataset, read_criteo
 from nestpipe_kernels.data.dataset import Dataset, TableSchema
@@ -13,6 +14,7 @@ from nestpipe_kernels.data.sequences import Interactions, SequenceBatch, Sequenc
 from nestpipe_kernels.data.synthetic import SyntheticConfig, SyntheticDataset
 
 __all__ = [
+    "Accumulated",
     "Batch",
     "BatchLoader",
     "CriteoDataset",
@@ -24,6 +26,7 @@ __all__ = [
     "SyntheticConfig",
     "SyntheticDataset",
     "TableSchema",
+    "accumulate",
     "batches",
     "open_data",
     "read_clicks",

@@ -51,6 +51,8 @@ class TableConfig:
         tier: a `FileTier`: the table's rows lie in a file, with only those used last in memory, for tables larger than
             memory. Default: all in memory. Tables with different tiers live in different stores.
         lr_scale: multiplies the optimizer's learning rate for this table.
+        max_grad_norm: clips the gradient of each row, summed over the batch and averaged over the ranks, to this
+            Euclidean length before the update. Default: none.
         trainable: False freezes the table: no gradients, no updates. Admission and eviction go on: a row that was
             loaded and evicted comes back with initial values, so leave eviction out where loaded values must stay.
         padding_idx: a key that is never looked up: it reads zeros, is not counted in a mean and gets no gradient. For
@@ -75,6 +77,7 @@ class TableConfig:
     stochastic_rounding: bool = field(default=False, kw_only=True)
     tier: FileTier | None = field(default=None, kw_only=True)
     lr_scale: float = field(default=1.0, kw_only=True)
+    max_grad_norm: float | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
     padding_idx: int | None = field(default=None, kw_only=True)
 
@@ -130,6 +133,7 @@ class TableConfig:
         check_policies(self, where)
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
             raise ValueError(f"{where}: lr_scale must be finite and >= 0, got {self.lr_scale!r}")
+        self._validate_clipping(where)
         self._validate_padding(where)
 
     def _default_bound(self) -> float:
@@ -152,6 +156,11 @@ class TableConfig:
                 f"{where}: weight_init_min {self.get_weight_init_min()} is above "
                 f"weight_init_max {self.get_weight_init_max()}"
             )
+
+    def _validate_clipping(self, where: str) -> None:
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
+            raise ValueError(f"{where}: max_grad_norm must be finite and > 0, or None, got {norm!r}")
 
     def _validate_padding(self, where: str) -> None:
         if self.padding_idx is None:

@@ -76,6 +76,13 @@ def check_module(name: str, module: nn.Module) -> None:
     if module.scale_grad_by_freq:
         raise refusal(name, f"scale_grad_by_freq counts ids in a batch, which is split; set it to False, or {leave}")
     _check_weight(name, module.weight, (torch.float32,), leave)
+    declared = [module.num_embeddings, module.embedding_dim]
+    if list(module.weight.shape) != declared:
+        raise refusal(
+            name,
+            f"its weight is {list(module.weight.shape)}, but its num_embeddings and embedding_dim say {declared}: the "
+            f"weight has been replaced; set both to the weight's, or {leave}",
+        )
 
 
 def _check_weight(name: str, weight: Tensor, dtypes: Sequence[torch.dtype], leave: str) -> None:

@@ -27,7 +27,7 @@ __all__ = ["SharedAccess", "TableModule", "check_arguments", "matrix_shape", "ta
 
 _SETTINGS: tuple[str, ...] = (
     *("data_type", "init", "capacity", "capacity_bytes", "admission", "eviction", "default_row"),
-    *("stochastic_rounding", "tier", "lr_scale", "weight_init_min", "weight_init_max"),
+    *("stochastic_rounding", "tier", "lr_scale", "max_grad_norm", "weight_init_min", "weight_init_max"),
 )
 _LATER_NAMES = ("own_names", "mode", "include_last_offset", "_rates", "_shared_access", "_eager_context")
 _STARTS = ("init", "weight_init_min", "weight_init_max")
@@ -350,7 +350,8 @@ class TableModule(Collection):
         """Raises TypeError: rows in a native store cannot be deep-copied or pickled; says what to do instead."""
         raise TypeError(
             f"{self.described} cannot be deep-copied or pickled: its rows are in a native store; use nk.revert(model) "
-            "first, or keep state_dict() or a checkpoint (nk.checkpoint.save) and fill another model from it"
+            "first, or keep state_dict() or a checkpoint (nk.checkpoint.save) and fill another model from it; a moving "
+            "average (AveragedModel) goes over the dense modules alone"
         )
 
     def extra_repr(self) -> str:

@@ -69,6 +69,10 @@ def _check_parameter_table(config: TableConfig, owner: str) -> None:
         raise ValueError(
             f"{where}: data_type {config.data_type.value} needs an optimizer; pass optimizer=, or leave data_type out"
         )
+    if config.max_grad_norm is not None:
+        raise ValueError(
+            f"{where}: max_grad_norm needs an optimizer; pass optimizer=, or clip with torch.nn.utils.clip_grad_norm_"
+        )
     if config.lr_scale != 1.0:
         raise ValueError(
             f"{where}: lr_scale needs an optimizer; pass optimizer=, or scale the learning rate of your own optimizer"

@@ -128,6 +128,7 @@ class SparseTables:
                     init=initial_values(config),
                     seed=seed,
                     lr_scale=config.lr_scale,
+                    max_grad_norm=None if config.max_grad_norm is None else float(config.max_grad_norm),
                     trainable=config.trainable,
                     admission=config.admission,
                     eviction=config.eviction,

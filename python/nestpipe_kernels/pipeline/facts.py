@@ -34,6 +34,7 @@ def common_facts(rank: RankState, config: PipelineConfig) -> Facts:
         "gradient_wire": config.gradient_wire,
         "nan_policy": config.nan_policy,
         "loss_weighting": config.loss_weighting,
+        "grad_scaler": "given" if rank.loss_scale is not None else "none",
         "sparse groups": rank.topology.settings,
     }
     tables: dict[str, str] = {}
@@ -78,6 +79,7 @@ def _table(module: str, store: Any, table: TableSpec, rate: str) -> dict[str, st
         "optimizer": repr(store.optimizer),
         "init": repr(table.init),
         "seed": table.seed,
+        "max_grad_norm": table.max_grad_norm,
         "trainable": table.trainable,
         "learning rate": rate,
         "data_type": store.data_type.value,

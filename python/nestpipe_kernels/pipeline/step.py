@@ -25,7 +25,8 @@ class Step:
             samples.
         skipped_rows: row gradients that did not count (nan_policy="skip_row"), over all ranks: each leaves its row out.
         dense_skipped: the dense step was left out because a dense gradient was not finite (nan_policy="skip_row").
-        skipped: in words what was left out, with tables and keys; empty if nothing.
+        skipped: in words what was left out, with tables and keys; empty if nothing. With a grad_scaler the whole batch
+            was: the next one has the same index.
     """
 
     index: int

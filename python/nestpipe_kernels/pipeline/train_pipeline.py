@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..capture.capture import SparseInputs, capture_inputs, from_function
-from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled
+from ..capture.modules import embedding_modules, running_statistics, warn_batch_coupled, warn_pairs
 from ..capture.to_device import to_device
 from ..comm import Communicator, DeviceCommunicator, SparseGroups, Topology, exchange_same
 from ..config import PipelineConfig, default_threads, launched_ranks
@@ -35,8 +35,9 @@ from .devices import check_device_settings, pipeline_backend
 from .drawn import DrawnBatches
 from .evaluation import Evaluation
 from .graph import Graph
+from .loss_scale import loss_scale
 from .micro_choice import PROBES, MicroBatchChoice
-from .model_call import call_model
+from .model_call import call_model, replicas_in
 from .position import Position
 from .scheduler import LaneScheduler
 from .schedules import SCHEDULES, build_graph
@@ -59,6 +60,10 @@ class NestedPipeline:
         loss_fn: `(model, batch) -> (loss, output)` or `(loss, output, weight)`; None: the model returns
             `(losses, output)`.
         config: see PipelineConfig.
+        grad_scaler: a GradScaler of torch.amp, for float16: losses are multiplied by its scale in backward and all
+            gradients divided by it, those of rows too. A batch with a gradient that is not finite on some rank changes
+            nothing on any: its Step says so in `skipped`, the scale falls, and nothing is raised, whatever
+            `nan_policy`. The pipeline calls its methods; do not call scale, step or update yourself.
 
     The thread that calls `progress()` is the compute lane: it draws batches, runs the model and the dense optimizer.
     Not thread-safe.
@@ -66,7 +71,7 @@ class NestedPipeline:
     At construction rank 0's dense parameters and buffers go to all ranks, as DistributedDataParallel's do.
 
     Raises:
-        TypeError: `config` or `dense_optimizer` is something else.
+        TypeError: `config`, `dense_optimizer` or `grad_scaler` is something else.
         ValueError: no embedding module with an optimizer, modules of different process groups or of another open
             pipeline, complex parameters, or ranks that disagree.
         TypeError: an optimizer that has no step(), or one that needs a closure.
@@ -78,11 +83,14 @@ class NestedPipeline:
         dense_optimizer: torch.optim.Optimizer | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         config: PipelineConfig | None = None,
+        grad_scaler: Any = None,
     ) -> None:
         self.config = config = PipelineConfig() if config is None else config
         if not isinstance(config, PipelineConfig):
             raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
         check_optimizer(dense_optimizer)
+        self._loss_scale = loss_scale(grad_scaler)
+        self._replicas = replicas_in(model)
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(
                 f"NestedPipeline: loss_fn must be callable or None, got {type(loss_fn).__name__}; settings go by name: "
@@ -147,6 +155,7 @@ class NestedPipeline:
             call_model=self._call_model,
             loss_weighting=config.loss_weighting,
             dense_optimizer=dense_optimizer,
+            loss_scale=self._loss_scale,
             dense_parameters=dense,
             capture=self._capture,
             split_batch=config.split_batch,
@@ -410,7 +419,8 @@ class NestedPipeline:
         batch.previous = None  # nothing reads it any more; kept, each batch would keep all before it
         scheduler.forget_before(batch.index - 2)
         step = self._result(batch)
-        self._reports.collect(batch, self._scheduler.spent_ns)
+        if batch.verdict is not None and batch.verdict.ok:
+            self._reports.collect(batch, self._scheduler.spent_ns)
         return step
 
     def _evaluate(self, iterator: Iterator[Any]) -> Step:
@@ -451,12 +461,17 @@ class NestedPipeline:
             self._undo(batch)
             if verdict.failure is not None:
                 raise self._as_error(verdict.failure, batch)
+            if self._loss_scale is not None:
+                self._loss_scale.report(finite=False)
+                return make_step(batch)
             raise NonFiniteGradientError(
                 f"batch {batch.clock}: {verdict.non_finite} are not finite; nothing was changed on any rank and the "
                 "batch counts as consumed. Look for the source in the model, or use "
                 "PipelineConfig(nan_policy='skip_row')"
             )
         self._trained = batch.clock + 1
+        if self._loss_scale is not None:
+            self._loss_scale.report(finite=True)
         return make_step(batch)
 
     def _as_error(self, failure: Failure, batch: BatchState) -> BaseException:
@@ -576,18 +591,20 @@ class NestedPipeline:
     def _call_model(self, model: torch.nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         if self.rank.backend.has_streams:
             batch = to_device(batch, self.rank.backend.device)
-        return call_model(model, self._loss_fn, batch)
+        return call_model(model, self._loss_fn, batch, self._replicas)
 
     def _capture(self, batch: Any) -> SparseInputs:
         if self.config.sparse_inputs is not None:
             return from_function(self.config.sparse_inputs, cast("dict[str, torch.nn.Module]", self.rank.modules))
-        return capture_inputs(
+        found = capture_inputs(
             self.model,
             cast("dict[str, torch.nn.Module]", self.rank.modules),
             batch,
             self._call_model,
             self.config.split_batch,
         )
+        warn_pairs(found.pairs, self.rank.num_micro_batches)
+        return found
 
 
 class _BatchFailed(Exception):

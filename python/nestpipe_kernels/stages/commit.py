@@ -13,6 +13,7 @@ from ..ops.mean_sources import entries_by_row, mean_sources
 from ..ops.on_device import place
 from ..ops.row_storage import storage_of
 from ..ops.row_update import row_update
+from .clip import clip_rows
 from .finite import bad_bounds, judge_own, largest_good
 from .messages import Flags, pack_flags, unpack_flags
 from .state import BatchState, Failure, OwnerKeys, RankState, Verdict, upstream
@@ -40,6 +41,9 @@ def begin(rank: RankState, batch: BatchState, micro: int) -> None:
     batch.step = rank.step_count + 1
     with batch.guard(rank.communicator.rank, "learning_rates"):
         batch.learning_rates = [b.module.learning_rates(b.index) for b in rank.bindings]
+    if rank.loss_scale is not None:
+        with batch.guard(rank.communicator.rank, "loss_scale"):
+            batch.scale = rank.loss_scale.current()
     for _, parameter in rank.dense_parameters:
         parameter.grad = None
 
@@ -56,7 +60,8 @@ def reduce_grads(rank: RankState, batch: BatchState, micro: int) -> None:
 
 
 def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Tensor | None = None) -> None:
-    """Mean over sources of row gradients: ascending, each divided by its own divisor, divided by their number last.
+    """Mean over sources of row gradients: ascending, each divided by its own divisor, divided by their number last;
+    then clipped, where a table has a limit.
 
     `chosen`: bool [U], rows whose gradients are all in their boxes, or None for all rows.
     """
@@ -75,6 +80,10 @@ def sum_sources(rank: RankState, batch: BatchState, owner: OwnerKeys, chosen: Te
     mean_sources(
         owner.row_gradients, owner.countable, owner.boxes, owner.by_row, owner.per_peer, batch.divisors, rows, limit
     )
+    limits = next(b.clip_limits for b, one in zip(rank.bindings, batch.owner) if one is owner)
+    if limits is not None:
+        of_rows = limits[owner.tables.to(torch.int64)]
+        clip_rows(owner.row_gradients, rows, place(of_rows, owner.row_gradients))
 
 
 def _judge_bounds(rank: RankState, batch: BatchState, owner: OwnerKeys, countable: Tensor) -> None:
@@ -122,6 +131,8 @@ def _take_dense(rank: RankState, batch: BatchState, flat: Tensor) -> None:
         with batch.guard(rank.communicator.rank, "dense_scatter"):
             _check_known(rank)
             _fill_dense(rank, flat)
+            if batch.scale != 1.0:
+                flat[: count - len(rank.dense_parameters)] *= batch.unscale
             if batch.loss_divisor != 1.0:
                 flat[: count - len(rank.dense_parameters)] /= batch.loss_divisor
 
@@ -224,7 +235,7 @@ def verdict(rank: RankState, batch: BatchState, micro: int) -> None:
     names = "; ".join(flags.text for flags in peers if flags.text)
     what = [f"{bad_rows} row gradients ({names})"] * bool(bad_rows) + ["dense gradients"] * dense_bad
     skipped = " and ".join(what)
-    if skipped and rank.nan_policy == "raise":
+    if skipped and (rank.nan_policy == "raise" or rank.loss_scale is not None):
         batch.verdict = Verdict(False, non_finite=skipped)
         return
     rank.step_count = batch.step

@@ -30,6 +30,7 @@ from ..types import EmbeddingModule, LookupCall, PoolingType
 from . import commit, local, replicas, retrieval, routing, window
 from .lookup_function import KeyedRows, StoredRows, run_lookup
 from .pool import TensorPool
+from .scaled_loss import refuse_scaled_backward
 from .state import BatchState, RankState, bind_stores
 
 __all__ = ["EagerContext", "eager_context"]
@@ -140,6 +141,7 @@ class EagerContext:
         def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
             backward = self._backward() if self._backward is not None else None
             if backward is None:
+                refuse_scaled_backward()
                 backward = _Backward([])
                 self._backward = weakref.ref(backward)
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._finish, backward))

@@ -41,7 +41,9 @@ class SeenRows:
 def is_local(rank: RankState) -> bool:
     """Whether this rank owns all rows, and its stores can pool and update them in place."""
     alone = rank.communicator.size == 1 and not rank.poison
-    return alone and all(getattr(binding.store, "pools_in_place", False) for binding in rank.bindings)
+    return alone and all(
+        getattr(binding.store, "pools_in_place", False) and binding.clip_limits is None for binding in rank.bindings
+    )
 
 
 def look_up(rank: RankState, batch: BatchState, call: LookupCall, training: bool) -> list[SeenRows]:

@@ -19,6 +19,7 @@ from ..comm.router import SourceKeys, Transfer
 from ..device import CPU, DeviceBackend
 from ..errors import CommunicationError, RemoteRankError
 from ..types import EmbeddingModule, Handle, LookupCall, Retrieval, RowStore
+from .clip import limits_of
 from .counting import BatchCounts
 from .pool import TensorPool
 
@@ -80,6 +81,11 @@ class StoreBinding:
         """bool [tables]: which tables of the store are trained."""
         return torch.tensor([table.trainable for table in self.store.tables])
 
+    @cached_property
+    def clip_limits(self) -> Tensor | None:
+        """float64 [tables]: the longest row gradient of each table; None where no table has a limit."""
+        return limits_of(list(self.store.tables))
+
     def buffer(self, parity: int, rows: int, poison: bool) -> Tensor:
         """float32 [rows, row_floats] of buffer `parity`, grown when needed; contents are undefined (NaN if
         poisoned)."""
@@ -106,6 +112,13 @@ def bind_stores(modules: dict[str, EmbeddingModule], device: torch.device | None
                     raise ValueError(f"modules {known.module_name!r} and {name!r} share a store, but have others, too")
                 known.sharers.append(name)
     return list(bound.values())
+
+
+class LossScaling(Protocol):
+    """What multiplies losses before backward, for small floating-point types."""
+
+    def current(self) -> float: ...
+    def scaled(self, loss: Tensor) -> Tensor: ...
 
 
 class Inputs(Protocol):
@@ -161,6 +174,8 @@ class RankState:
     """(model, batch) -> (loss, output, weight or None)."""
     loss_weighting: str = "mean"
     dense_optimizer: Any = None
+    loss_scale: LossScaling | None = None
+    """Multiplies losses (a GradScaler); a batch with a gradient that is not finite then changes nothing."""
     dense_parameters: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)
     inputs: Inputs | None = None
     capture: Callable[[Any], Inputs] | None = None
@@ -491,6 +506,8 @@ class BatchState:
     dense_whole: Tensor | None = None
     """... or all of it, where they are exchanged at once."""
     dense_finite: bool | Tensor = True
+    scale: float = 1.0
+    """What this rank's losses are multiplied by in backward, and gradients divided by as they leave it."""
     step: int = 0
     """Number of the update, if the batch counts."""
     learning_rates: list[Tensor] = field(default_factory=list)
@@ -503,6 +520,11 @@ class BatchState:
     def loss_divisor(self) -> float:
         """What divides this rank's loss and gradients: `divisor`, or 1 where all weights are 0 (they add nothing)."""
         return self.divisor or 1.0
+
+    @property
+    def unscale(self) -> float:
+        """What scaled gradients are multiplied by, rounded to float32 as a GradScaler does."""
+        return float(torch.tensor(1.0 / self.scale, dtype=torch.float32))
 
     def device_tensors(self) -> Iterator[Tensor | None]:
         """What stages on several lanes use of this batch, and of the one before, where rows are on an accelerator."""

@@ -225,7 +225,7 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
             else:
                 coefficient = share if rank.loss_weighting == "mean" else 1.0
             if training:
-                (loss * coefficient).backward()  # type: ignore[no-untyped-call]
+                _backward(rank, batch, context, loss * coefficient)
     finally:
         for module in rank.modules.values():
             module.lookup_context = None
@@ -238,6 +238,8 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
             grads: list[Tensor | None] = []
             for name, k, call in calls:
                 given = context.gradients.get((name, k))
+                if given and batch.scale != 1.0:
+                    given = [[None if grad is None else grad * batch.unscale for grad in part] for part in given]
                 grads += given[binding.index] if given else [None] * len(call.stores[binding.index].segment_modes)
                 if given is None and len(call.stores[binding.index].keys):
                     warn_of_unused(rank, binding.store, name)
@@ -246,6 +248,17 @@ def _run_model(rank: RankState, batch: BatchState, number: int, training: bool) 
                 live = [context.used.get((name, k), call) for name, k, call in calls]
                 keys = concat_keys([call.stores[binding.index] for call in live])
             accumulate_gradients(plan, keys, plan.source.slots[number], grads)
+
+
+def _backward(rank: RankState, batch: BatchState, context: MicroContext, loss: Tensor) -> None:
+    if rank.loss_scale is not None:
+        if context.gradients:
+            raise ValueError(
+                "the model ran a backward of its own, whose gradients a pipeline with grad_scaler would divide by the "
+                "scale too: return that loss as part of the model's, or use bfloat16 without a scaler"
+            )
+        loss = rank.loss_scale.scaled(loss)
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def accumulate_gradients(plan: StorePlan, keys: StoreKeys, slots: Tensor, grads: list[Tensor | None]) -> None:
