@@ -55,6 +55,31 @@ def _ml100k(seed: int, data: str, choose: str) -> _Ids:
     return np.asarray(np.stack(bags), dtype=np.int64)
 
 
+def _fields(seed: int, samples: int, fields: int) -> _Ids:
+    """A click log's rows: one id of each field, Zipf; sizes of fields from 3 to 300,000. Fields go in groups of three:
+    the second and third id of a group follow, half of the time, from the first."""
+    generator = np.random.default_rng(seed)
+    columns: list[_Ids] = []
+    for field, rows in enumerate(np.geomspace(3, 300_000, fields).astype(np.int64)):
+        own = draw_ranks(zipf_cdf(int(rows), 1.1), generator, (samples,))
+        if field % 3:
+            own = np.where(generator.random(samples) < 0.5, columns[field - field % 3] * 7 % rows, own)
+        columns.append(own)
+    return np.stack(columns, 1) + np.arange(fields) * 1_000_000
+
+
+def _walks(seed: int, samples: int, steps: int, items: int) -> _Ids:
+    """Random walks over items with five fixed successors each, begun anew at times, at items by Zipf."""
+    follows = np.random.default_rng(7).integers(0, items, (items, 5))
+    generator = np.random.default_rng(seed)
+    starts = draw_ranks(zipf_cdf(items, 0.9), generator, (samples, steps))
+    places = [starts[:, 0]]
+    for step in range(1, steps):
+        moved = follows[places[-1], generator.integers(0, 5, samples)]
+        places.append(np.where(generator.random(samples) < 0.15, starts[:, step], moved))
+    return np.stack(places, 1)
+
+
 SETS: dict[str, Callable[[int, str | None], _Ids]] = {
     "ml100k": lambda seed, data: _ml100k(seed, str(data), "any"),
     "ml100k-first": lambda seed, data: _ml100k(seed, str(data), "first"),
@@ -63,6 +88,9 @@ SETS: dict[str, Callable[[int, str | None], _Ids]] = {
     "topics-12": lambda seed, data: _topics(seed, 1024, 20, 12, 0.6, 60, 300),
     "zipf": lambda seed, data: _zipf(seed, 512, 50, 1_000_000, 1.05),
     "zipf-1.2": lambda seed, data: _zipf(seed, 1024, 20, 100_000, 1.2),
+    "ml100k-last": lambda seed, data: _ml100k(seed, str(data), "last"),
+    "fields": lambda seed, data: _fields(seed, 512, 26),
+    "walks": lambda seed, data: _walks(seed, 512, 40, 3_000),
 }
 """Batches of ids [samples, bag] by seed and path of MovieLens-100K (for the sets that need it)."""
 

@@ -29,7 +29,9 @@ KERNEL_CASES = {
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
-CLUSTER_SETS = ("ml100k", "ml100k-first", "topics", "topics-100", "topics-12", "zipf", "zipf-1.2")
+CLUSTER_SETS = (
+    "ml100k", "ml100k-first", "topics", "topics-100", "topics-12", "zipf", "zipf-1.2", "ml100k-last", "fields", "walks",
+)  # fmt: skip
 
 PIPELINE_SHAPES = ("paper-npu", "ml100k", "criteo", "dlrm", "small")
 
