@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nestpipe_kernels as nk
-from nestpipe_kernels.bench.consistency_report import save_plot, table
+from nestpipe_kernels.bench.consistency_report import differences, save_plot, table
 from nestpipe_kernels.config import process_environment
 from nestpipe_kernels.data import batches, open_data
 from nestpipe_kernels.jagged import JaggedTensor
@@ -111,7 +111,7 @@ def _train_all(parsed: argparse.Namespace, rank: int, world_size: int) -> None:
                     lines.append(line)
                 dist.barrier()
     if rank == 0:
-        for text in table(lines):
+        for text in [*table(lines), "", "Less plain PyTorch, thousandths:", "", *differences(lines)]:
             print(text, file=sys.stderr)
         if parsed.output is not None:
             save_plot(Path(parsed.output) / "consistency.png", lines)

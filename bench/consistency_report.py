@@ -11,7 +11,7 @@ from typing import Any
 
 from nestpipe_kernels.trace.png import new_figure
 
-__all__ = ["interval", "save_plot", "table"]
+__all__ = ["differences", "interval", "save_plot", "table"]
 
 METRICS = ("HR@10", "HR@50", "NDCG@10", "NDCG@50")
 PLAIN, SEQUENTIAL = "plain PyTorch", "sequential"
@@ -36,21 +36,32 @@ def _grouped(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], dict
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a Markdown table: means over seeds; whether losses and metrics are those of `sequential` with the same
-    number of micro-batches, to the last digit; the difference of NDCG@10 from plain PyTorch, paired by seed, with its
-    interval."""
+    number of micro-batches, to the last digit, for every seed."""
     groups = _grouped(lines)
     found = [
-        f"| model | run | N | {' | '.join(METRICS)} | last loss | as sequential | NDCG@10 - plain's |",
-        "|" + "---|" * (len(METRICS) + 6),
+        f"| model | run | N | {' | '.join(METRICS)} | last loss | as sequential |",
+        "|" + "---|" * (len(METRICS) + 5),
     ]
     for (model, impl, count), by_seed in groups.items():
         values = [f"{mean(line[name] for line in by_seed.values()):.4f}" for name in METRICS]
         loss = f"{mean(line['losses'][-1] for line in by_seed.values()):.4f}"
         same = "" if impl in (SEQUENTIAL, PLAIN) else _same(by_seed, groups.get((model, SEQUENTIAL, count), {}))
+        found.append(f"| {model} | {impl} | {count} | {' | '.join(values)} | {loss} | {same} |")
+    return found
+
+
+def differences(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: every metric less plain PyTorch's, paired by seed: mean and half of the 95 % interval,
+    in thousandths."""
+    groups = _grouped(lines)
+    found = [f"| model | run | N | {' | '.join(METRICS)} |", "|" + "---|" * (len(METRICS) + 3)]
+    for (model, impl, count), by_seed in groups.items():
         plain = groups.get((model, PLAIN, 1), {})
-        apart = [line["NDCG@10"] - plain[seed]["NDCG@10"] for seed, line in by_seed.items() if seed in plain]
-        difference = "" if impl == PLAIN or not apart else _difference(apart)
-        found.append(f"| {model} | {impl} | {count} | {' | '.join(values)} | {loss} | {same} | {difference} |")
+        both = [(line, plain[seed]) for seed, line in by_seed.items() if seed in plain]
+        if impl == PLAIN or not both:
+            continue
+        values = [_difference([(line[name] - other[name]) * 1e3 for line, other in both]) for name in METRICS]
+        found.append(f"| {model} | {impl} | {count} | {' | '.join(values)} |")
     return found
 
 
@@ -63,7 +74,7 @@ def _same(by_seed: dict[int, dict[str, Any]], others: dict[int, dict[str, Any]])
 
 def _difference(values: Sequence[float]) -> str:
     middle, half = interval(values)
-    return f"{middle:+.4f}" if math.isinf(half) else f"{middle:+.4f} ± {half:.4f}"
+    return f"{middle:+.2f}" if math.isinf(half) else f"{middle:+.2f} ± {half:.2f}"
 
 
 def save_plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
