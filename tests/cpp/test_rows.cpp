@@ -187,10 +187,10 @@ void test_lane_sum_order() {
   CHECK_EQUAL(lane_sum(0, [](std::int64_t) { return 1.0f; }), 0.0f);
 }
 
-void test_updates_of_every_rule() {
+// Alike at any number of threads, with the instructions that every processor has and with others.
+void test_updates_of_every_rule(std::int64_t dim) {
   constexpr std::int64_t kRows = 3000;
-  constexpr std::int64_t kDim = 17;
-  const std::vector<float> grads = random_floats(kRows * kDim, 5);
+  const std::vector<float> grads = random_floats(kRows * dim, 5);
   UpdateSettings common;
   common.eps = 1e-8;
   common.beta1 = 0.9;
@@ -210,18 +210,22 @@ void test_updates_of_every_rule() {
   cases.push_back(cases.back());
   cases.back().nesterov = true;
   for (const UpdateSettings& s : cases) {
-    const std::int64_t row_floats = kDim + state_floats(s, kDim) + 1;
+    const std::int64_t row_floats = dim + state_floats(s, dim) + 1;
     std::vector<std::vector<float>> results;
     for (const int threads : {1, 4}) {
       set_num_threads(threads);
+      use_portable_rules(threads == 1);
       std::vector<float> rows(kRows * row_floats, 0.0f);
+      for (std::int64_t u = 0; u < kRows; ++u) {
+        std::copy_n(grads.data() + (kRows - 1 - u) * dim, dim, rows.data() + u * row_floats);
+      }
       UpdateArguments a;
       a.rows = rows.data();
       a.num_rows = kRows;
       a.row_floats = row_floats;
-      a.dim = kDim;
+      a.dim = dim;
       a.grads = grads.data();
-      a.grad_stride = kDim;
+      a.grad_stride = dim;
       a.lr = 0.5f;
       row_update(a, s);
       results.push_back(rows);
@@ -231,10 +235,11 @@ void test_updates_of_every_rule() {
     std::memcpy(&updates, results[0].data() + row_floats - 1, sizeof updates);
     CHECK_EQUAL(updates, 1);
     CHECK_EQUAL(results[0][3] != 0.0f, true);
-    if (s.rule == UpdateRule::kSgd && !s.nesterov) {
-      CHECK_EQUAL(results[0][3], 0.0f - 0.5f * grads[3]);
+    if (s.rule == UpdateRule::kSgd && s.weight_decay == 0.0 && s.momentum == 0.0) {
+      CHECK_EQUAL(results[0][3], grads[(kRows - 1) * dim + 3] - 0.5f * grads[3]);
     }
   }
+  use_portable_rules(false);
   CHECK_EQUAL(integer_power(0.5, 10), 1.0 / 1024.0);
 }
 
@@ -361,7 +366,7 @@ int main() {
   test_threads_and_callers_do_not_change_bits();
   test_bad_slots_change_nothing();
   test_lane_sum_order();
-  test_updates_of_every_rule();
+  for (const std::int64_t dim : {4, 8, 15, 17, 64}) test_updates_of_every_rule(dim);
   test_row_movement();
   test_mean_sources();
   test_wire_formats();

@@ -3,7 +3,7 @@
 // A buffer row is [embedding words | state | int32 updates | padding]. A rule sees the embedding as
 // float32; other storage types are widened before and rounded after it. The order of operations per
 // element is written in ops/row_update/reference.py; scalars that depend on the step alone are
-// computed in double and rounded once. The rules themselves are in csrc/optim/update_rules.h.
+// computed in double and rounded once. The rules themselves are in csrc/optim/update_rules.inc.
 #pragma once
 
 #include <cstdint>
@@ -74,5 +74,8 @@ void row_update(const UpdateArguments& arguments, const UpdateSettings& settings
 // stand one after another; `grads` of the arguments is not used. The arguments must outlive it.
 using UpdateRows = std::function<void(std::int64_t begin, std::int64_t end, const float* grads)>;
 UpdateRows row_updater(const UpdateArguments& arguments, const UpdateSettings& settings);
+
+// For tests: true leaves instructions out that not every processor has.
+void use_portable_rules(bool portable);
 
 }  // namespace nestpipe
