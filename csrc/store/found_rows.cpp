@@ -97,11 +97,14 @@ void EmbeddingStore::use_found(const RetrievalSpan& out, std::int64_t size,
 
 void EmbeddingStore::restore_metadata(const RetrievalSpan& out, std::int64_t size,
                                       const RetrievalJournal& journal) {
+  const NotedUse* const use = journal.use.get();
+  const std::int64_t* const last_used = (use ? use->last_used : journal.last_used).get();
+  const std::int64_t* const frequency = (use ? use->frequency : journal.frequency).get();
   const auto request = [this](std::int64_t handle) { request_line_to_write(record(handle)); };
   const auto restore = [&](std::int64_t j) {
     Record* const used = record(out.handles[j]);
-    set_last_used(out.handles[j], journal.last_used[j]);
-    used->frequency = journal.frequency[j];
+    set_last_used(out.handles[j], last_used[j]);
+    used->frequency = frequency[j];
   };
   for_each_in_owner_order(out.handles, size, true, request, restore, [] {});
 }

@@ -131,7 +131,7 @@ bool EmbeddingStore::load_new(std::int64_t table_number, const std::int64_t* key
       const std::uint32_t to = number(j);
       assemble(j, reinterpret_cast<char*>(row(to)));
       *record(to) = Record{keys[j], metadata.last_used[j], metadata.frequency[j],
-                           static_cast<std::int32_t>(table_number), 0};
+                           static_cast<std::int32_t>(table_number)};
       *age(to) = age_of(metadata.last_used[j]);
     }
   };

@@ -178,7 +178,7 @@ void EmbeddingStore::write_new_rows(const Missing& missing, std::int64_t batch,
     const std::int64_t before = missing.before.empty() ? 0 : missing.before[i];
     constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
     const std::int64_t sum = before > kLargest - occurrences ? kLargest : before + occurrences;
-    return Record{missing.key(i), std::max<std::int64_t>(batch, -1), sum, missing.table(i), 0};
+    return Record{missing.key(i), std::max<std::int64_t>(batch, -1), sum, missing.table(i)};
   };
   const EmbeddingWriter copy_out = writer(out.embeddings, missing.in.size);
   const std::int64_t stride_bytes = stride_floats_ * static_cast<std::int64_t>(sizeof(float));

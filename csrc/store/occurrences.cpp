@@ -1,13 +1,18 @@
 // Retrieval of keys with repetitions that all have rows: what a table that has been trained for a
-// while sees. Row numbers tell equal keys: a row's record holds, for the time of a call, the row's
-// place among the rows of the call, and is read for its metadata anyway.
+// while sees.
+//
+// Each distinct key is looked up once. That its row was used is noted and not yet counted: its
+// record lies anywhere in memory, beside what the update of the row reads and writes soon.
+// update_pooled() of the same rows counts on the way. Whatever else looks at records or may change
+// them counts first what is noted, so nobody can tell.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
+#include "nestpipe/dedup.h"
 #include "nestpipe/parallel.h"
 #include "nestpipe/request_line.h"
 #include "nestpipe/store.h"
@@ -15,31 +20,44 @@
 namespace nestpipe {
 namespace {
 
-constexpr std::int64_t kOccurrencesPerPart = 16384;
-constexpr std::int64_t kMaxParts = 16;
-constexpr std::int64_t kOccurrencesPerTask = 16384;
-constexpr std::int64_t kAhead = 64;
+constexpr std::int64_t kRowsPerTask = 4096;
+constexpr std::int64_t kAhead = 32;
 
-// Which part counts a row's occurrences.
-std::int64_t part_of(std::int64_t handle, std::int64_t num_parts) {
-  const std::uint32_t spread = static_cast<std::uint32_t>(handle) * 0x9E3779B1u;
-  return static_cast<std::int64_t>((spread * static_cast<std::uint64_t>(num_parts)) >> 32);
-}
+// The occurrences of a call that are no padding: the call's own arrays, where none is.
+class Kept {
+ public:
+  Kept(const KeySpan& in, const std::uint8_t* valid) : all_(in) {
+    std::int64_t count = 0;
+    for (std::int64_t j = 0; valid != nullptr && j < in.size; ++j) count += valid[j] != 0;
+    if (valid == nullptr || count == in.size) return;
+    keys_ = Scratch<std::int64_t>(count);
+    tables_ = Scratch<std::int32_t>(count);
+    slots_ = Scratch<std::int32_t>(count);
+    for (std::int64_t j = 0, at = 0; j < in.size; ++j) {
+      if (valid[j] == 0) continue;
+      keys_[at] = in.keys[j];
+      tables_[at++] = in.tables[j];
+    }
+    all_ = {keys_.get(), tables_.get(), count};
+  }
+
+  const KeySpan& span() const { return all_; }
+  // Where slots of the kept ones go.
+  std::int32_t* slots(std::int32_t* out) const { return slots_.empty() ? out : slots_.get(); }
+  // From there to `out` [n], with -1 for padding.
+  void spread(const std::uint8_t* valid, std::int64_t size, std::int32_t* out) const {
+    if (slots_.empty()) return;
+    for (std::int64_t j = 0, at = 0; j < size; ++j) out[j] = valid[j] == 0 ? -1 : slots_[at++];
+  }
+
+ private:
+  KeySpan all_;
+  Scratch<std::int64_t> keys_;
+  Scratch<std::int32_t> tables_;
+  Scratch<std::int32_t> slots_;
+};
 
 }  // namespace
-
-// The occurrences that fall to one part, ascending, and the rows it has met, in order. Parts write
-// to nothing that they share.
-struct EmbeddingStore::UsedRows {
-  std::int64_t num_own = 0;
-  std::unique_ptr<std::uint32_t[]> own;     // [num_own] positions in the call
-  std::unique_ptr<std::uint32_t[]> places;  // [num_own] which of the rows
-  std::vector<std::int64_t> handles;
-  std::vector<std::int64_t> last_used;  // before the call
-  std::vector<std::int64_t> frequency;  // before the call
-
-  std::int64_t size() const { return static_cast<std::int64_t>(handles.size()); }
-};
 
 std::int64_t EmbeddingStore::retrieve_occurrences(const KeySpan& in, const std::uint8_t* valid,
                                                   std::int64_t batch, const OccurrenceSpan& out,
@@ -50,102 +68,82 @@ std::int64_t EmbeddingStore::retrieve_occurrences(const KeySpan& in, const std::
   }
   const std::unique_lock<std::shared_mutex> lock = own_keys();
   if (evicts_) return -1;
-  std::vector<std::int64_t> handles(static_cast<std::size_t>(in.size));
-  search(in, handles.data());
-  for (std::int64_t j = 0; j < in.size; ++j) {
-    if (valid != nullptr && valid[j] == 0) {
-      handles[j] = -1;
-    } else if (handles[j] < 0) {
-      return -1;
-    }
-  }
-  const std::int64_t num_parts = std::max<std::int64_t>(
-      1, std::min({std::int64_t{num_threads()}, kMaxParts, in.size / kOccurrencesPerPart}));
-  std::vector<UsedRows> parts(static_cast<std::size_t>(num_parts));
-  parallel_tasks(num_parts, [&](std::int64_t part) {
-    UsedRows used = use_occurrences(handles, batch, part, num_parts);
-    parts[part] = std::move(used);
-  });
-  std::vector<std::int64_t> starts = {0};
-  for (const UsedRows& part : parts) starts.push_back(starts.back() + part.size());
-  const std::int64_t num_rows = starts.back();
-  journal->last_used = Scratch<std::int64_t>(num_rows);
-  journal->frequency = Scratch<std::int64_t>(num_rows);
-  parallel_tasks(num_parts, [&](std::int64_t part) {
-    const UsedRows& used = parts[part];
-    std::copy(used.handles.begin(), used.handles.end(), out.handles + starts[part]);
-    std::copy(used.last_used.begin(), used.last_used.end(),
-              journal->last_used.get() + starts[part]);
-    std::copy(used.frequency.begin(), used.frequency.end(),
-              journal->frequency.get() + starts[part]);
-  });
-  parallel_ranges(in.size, kOccurrencesPerTask, [&](std::int64_t begin, std::int64_t end) {
-    if (valid != nullptr) std::fill(out.slots + begin, out.slots + end, -1);
-    for (std::int64_t part = 0; part < num_parts; ++part) {
-      const UsedRows& used = parts[part];
-      const std::uint32_t* const last = used.own.get() + used.num_own;
-      const std::uint32_t* position =
-          std::lower_bound(static_cast<const std::uint32_t*>(used.own.get()), last, begin);
-      for (; position != last && *position < end; ++position) {
-        out.slots[*position] =
-            static_cast<std::int32_t>(starts[part] + used.places[position - used.own.get()]);
-      }
-    }
-  });
-  parallel_ranges(num_rows, kOccurrencesPerTask, [&](std::int64_t begin, std::int64_t end) {
+  const Kept kept(in, valid);
+  const KeySpan& used = kept.span();
+  Dedup distinct({used.keys, tables_.size() > 1 ? used.tables : nullptr, used.size});
+  const std::int64_t num_rows = distinct.size();
+  const Scratch<std::int64_t> positions(num_rows);
+  auto use = std::make_shared<NotedUse>(num_rows, batch);
+  distinct.write(positions.get(), kept.slots(out.slots), use->counts.get());
+  parallel_ranges(num_rows, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
-      if (u + kAhead < end) request_line(record(out.handles[u + kAhead]));
-      out.keys[u] = record(out.handles[u])->key;
-      out.tables[u] = record(out.handles[u])->table;
+      out.keys[u] = used.keys[positions[u]];
+      out.tables[u] = used.tables[positions[u]];
     }
   });
+  search({out.keys, out.tables, num_rows}, out.handles);
+  if (std::any_of(out.handles, out.handles + num_rows, [](std::int64_t h) { return h < 0; })) {
+    return -1;
+  }
+  kept.spread(valid, in.size, out.slots);
+  std::copy_n(out.handles, num_rows, use->handles.get());
   journal->counts.clear();
   journal->counters.clear();
   for (const auto& table : tables_) journal->counters.push_back(table->counters);
   journal->num_evicted = 0;
+  journal->use = use;
   journal->sequence = ++sequence_;
   journal->newest_before = newest_;
   journal->last_batch_before = last_batch_;
   newest_ = journal->sequence;
   last_batch_ = std::max(last_batch_, batch);
+  noted_ = std::move(use);
+  has_noted_.store(true, std::memory_order_relaxed);
   return num_rows;
 }
 
-// Numbers the part's rows as they are met, notes their metadata and counts their occurrences.
-EmbeddingStore::UsedRows EmbeddingStore::use_occurrences(const std::vector<std::int64_t>& handles,
-                                                         std::int64_t batch, std::int64_t part,
-                                                         std::int64_t num_parts) {
-  const auto size = static_cast<std::int64_t>(handles.size());
-  UsedRows used;
-  used.own.reset(new std::uint32_t[size + 1]);
-  std::uint32_t* const own = used.own.get();
-  std::int64_t num_own = 0;
-  for (std::int64_t j = 0; j < size; ++j) {  // Without a branch: whose a row is, is a coin toss.
-    own[num_own] = static_cast<std::uint32_t>(j);
-    num_own += (handles[j] >= 0) & (part_of(handles[j], num_parts) == part);
+// Those of rows begin .. end - 1 that have not been counted yet.
+void EmbeddingStore::count_use(NotedUse* use, std::int64_t begin, std::int64_t end) const {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
+  for (std::int64_t u = begin; u < end; ++u) {
+    const std::int64_t count = std::exchange(use->counts[u], NotedUse::kCounted);
+    if (count == NotedUse::kCounted) continue;
+    Record* const row = record(use->handles[u]);
+    use->last_used[u] = row->last_used;
+    use->frequency[u] = row->frequency;
+    if (use->batch >= 0) row->last_used = use->batch;
+    row->frequency = row->frequency > kLargest - count ? kLargest : row->frequency + count;
   }
-  used.num_own = num_own;
-  used.places.reset(new std::uint32_t[num_own]);
-  for (std::vector<std::int64_t>* list : {&used.handles, &used.last_used, &used.frequency}) {
-    list->reserve(static_cast<std::size_t>(num_own / 2 + 64));
-  }
-  for (std::int64_t i = 0; i < num_own; ++i) {
-    if (i + kAhead < num_own) request_line_to_write(record(handles[own[i + kAhead]]));
-    const std::int64_t handle = handles[own[i]];
-    Record* const row = record(handle);
-    std::int64_t place = row->mark;
-    if (place < 0 || place >= used.size() || used.handles[place] != handle) {
-      place = used.size();
-      used.handles.push_back(handle);
-      used.last_used.push_back(row->last_used);
-      used.frequency.push_back(row->frequency);
-      row->mark = static_cast<std::int32_t>(place);
-      if (batch >= 0) row->last_used = batch;
+}
+
+void EmbeddingStore::count_noted() const {
+  if (noted_ == nullptr) return;
+  NotedUse* const use = noted_.get();
+  parallel_ranges(use->size, kRowsPerTask, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t u = begin; u < end; ++u) {
+      if (u + kAhead < end) request_line_to_write(record(use->handles[u + kAhead]));
+      count_use(use, u, u + 1);
     }
-    if (row->frequency < std::numeric_limits<std::int64_t>::max()) ++row->frequency;
-    used.places[i] = static_cast<std::uint32_t>(place);
+  });
+  forget_noted();
+}
+
+void EmbeddingStore::forget_noted() const {
+  noted_.reset();
+  has_noted_.store(false, std::memory_order_relaxed);
+}
+
+std::unique_lock<std::shared_mutex> EmbeddingStore::own_if_noted(const std::int64_t* handles,
+                                                                 std::int64_t size) const {
+  // Not where a score function runs: stores that evict note nothing.
+  if (!has_noted_.load(std::memory_order_relaxed)) return {};
+  std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  const auto bytes = static_cast<std::size_t>(size) * sizeof(std::int64_t);
+  if (noted_ == nullptr || noted_->size != size ||
+      std::memcmp(noted_->handles.get(), handles, bytes) != 0) {
+    return {};
   }
-  return used;
+  return lock;
 }
 
 }  // namespace nestpipe

@@ -1,4 +1,5 @@
 // Pooling and updating rows where they lie, without a copy of them.
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
@@ -8,9 +9,11 @@
 
 #include "nestpipe/lookup_pool.h"
 #include "nestpipe/parallel.h"
+#include "nestpipe/request_line.h"
 #include "nestpipe/row_tasks.h"
 #include "nestpipe/row_update.h"
 #include "nestpipe/store.h"
+#include "search_range.h"
 
 namespace nestpipe {
 namespace {
@@ -69,16 +72,16 @@ bool EmbeddingStore::pool_keys(const KeySpan& in, const std::uint8_t* valid, con
   const std::shared_lock<std::shared_mutex> lock = shared_keys();
   std::atomic<bool> all_there{true};
   const auto find_rows = [&](std::int64_t begin, std::int64_t end, const float** rows) {
+    std::vector<std::uint32_t> numbers(static_cast<std::size_t>(end - begin));
+    search_range(in, begin, end,
+                 [&](std::int64_t j, std::uint32_t number) { numbers[j - begin] = number; });
     bool there = true;
-    search_range(in, begin, end, [&](std::int64_t j, std::uint32_t number) {
-      if (valid != nullptr && valid[j] == 0) {
-        rows[j - begin] = nullptr;
-      } else if (number == kNoRow) {
-        there = false;
-      } else {
-        rows[j - begin] = row(number);
-      }
-    });
+    for (std::int64_t j = begin; j < end; ++j) {
+      const std::uint32_t number = numbers[j - begin];
+      const bool padding = valid != nullptr && valid[j] == 0;
+      there &= padding | (number != kNoRow);
+      rows[j - begin] = padding || number == kNoRow ? nullptr : row(number);
+    }
     if (!there) all_there.store(false, std::memory_order_relaxed);
     return there;
   };
@@ -124,7 +127,20 @@ void EmbeddingStore::update_pooled(const std::int64_t* handles, std::int64_t siz
   matrix.stride = stride_floats_;
   matrix.dim = dim_;
   matrix.pointers = rows.data();
-  lookup_pool_gradients(matrix, bags, grads, row_updater(a, settings));
+  const UpdateRows update = row_updater(a, settings);
+  const std::unique_lock<std::shared_mutex> lock = own_if_noted(handles, size);
+  if (!lock.owns_lock()) return lookup_pool_gradients(matrix, bags, grads, update);
+  NotedUse* const use = noted_.get();
+  const auto update_and_count = [&](std::int64_t begin, std::int64_t end, const float* gradients) {
+    update(begin, end, gradients);
+    count_use(use, begin, end);
+    // Of those that come next: lines behind long rows are not requested with these.
+    for (std::int64_t u = end; u < std::min(size, 2 * end - begin); ++u) {
+      request_line_to_write(record(handles[u]));
+    }
+  };
+  lookup_pool_gradients(matrix, bags, grads, update_and_count);
+  forget_noted();
 }
 
 std::int64_t EmbeddingStore::sequence() const {

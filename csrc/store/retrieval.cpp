@@ -285,7 +285,7 @@ std::int64_t EmbeddingStore::load_rows(const KeySpan& in, const float* rows,
   newest_ = ++sequence_;
   for (std::int64_t j = 0; j < in.size; ++j) {
     *record(handles[j]) =
-        Record{in.keys[j], metadata.last_used[j], metadata.frequency[j], in.tables[j], 0};
+        Record{in.keys[j], metadata.last_used[j], metadata.frequency[j], in.tables[j]};
     *age(handles[j]) = age_of(metadata.last_used[j]);
     last_batch_ = std::max(last_batch_, metadata.last_used[j]);
   }

@@ -186,7 +186,7 @@ void EmbeddingStore::write_embeddings(const std::int64_t* handles, std::int64_t 
 void EmbeddingStore::read_metadata(const std::int64_t* handles, std::int64_t size,
                                    const MetadataSpan& out) const {
   check_handles(handles, size);
-  const std::shared_lock<std::shared_mutex> lock = shared_keys();
+  const std::shared_lock<std::shared_mutex> lock = shared_records();
   for (std::int64_t j = 0; j < size; ++j) {
     if (j + 2 * kAhead < size && handles[j + 2 * kAhead] >= 0) {
       request_line(record(handles[j + 2 * kAhead]));

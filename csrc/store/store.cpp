@@ -9,6 +9,7 @@
 #include <string>
 
 #include "nestpipe/parallel.h"
+#include "search_range.h"
 
 namespace nestpipe {
 namespace {
@@ -84,52 +85,10 @@ void EmbeddingStore::check_tables(const KeySpan& in) const {
 // Block after block: the lines of the next one are requested before this one's are read, and keys
 // that are not in their home buckets wait until the next buckets' lines have come.
 void EmbeddingStore::search(const KeySpan& in, std::int64_t* handles) const {
-  struct Block {
-    std::int64_t begin = 0;
-    std::int64_t count = 0;
-    std::int64_t num_left = 0;
-    std::uint64_t hashes[kBlock];
-    std::int32_t left[kBlock];  // Offsets of keys to be looked for beyond their home buckets.
-  };
-  const auto request = [&](std::int64_t begin, std::int64_t end, Block* block) {
-    block->begin = begin;
-    block->count = std::max<std::int64_t>(0, std::min(kBlock, end - begin));
-    for (std::int64_t i = 0; i < block->count; ++i) {
-      const KeyIndex& index = tables_[in.tables[begin + i]]->index;
-      block->hashes[i] = index.hash(in.keys[begin + i]);
-      index.prefetch(block->hashes[i]);
-    }
-  };
-  const auto look_at_home = [&](Block* block) {
-    block->num_left = 0;
-    for (std::int64_t i = 0; i < block->count; ++i) {
-      const std::int64_t j = block->begin + i;
-      std::uint32_t found;
-      const bool further =
-          tables_[in.tables[j]]->index.find_at_home(block->hashes[i], in.keys[j], &found);
-      handles[j] = found == kNoRow ? -1 : std::int64_t{found};
-      block->left[block->num_left] = static_cast<std::int32_t>(i);
-      block->num_left += further;
-    }
-  };
-  const auto look_further = [&](const Block& block) {
-    for (std::int64_t i = 0; i < block.num_left; ++i) {
-      const std::int64_t j = block.begin + block.left[i];
-      const std::uint32_t found =
-          tables_[in.tables[j]]->index.find(block.hashes[block.left[i]], in.keys[j]);
-      handles[j] = found == kNoRow ? -1 : std::int64_t{found};
-    }
-  };
   parallel_ranges(in.size, kKeysPerTask, [&](std::int64_t begin, std::int64_t end) {
-    Block blocks[3];
-    request(begin, end, &blocks[0]);
-    std::int64_t number = 0;
-    for (std::int64_t at = begin; at < end; at += kBlock, ++number) {
-      request(at + kBlock, end, &blocks[(number + 1) % 3]);
-      look_at_home(&blocks[number % 3]);
-      look_further(blocks[(number + 2) % 3]);  // The one before; at first an empty one.
-    }
-    look_further(blocks[(number + 2) % 3]);
+    search_range(in, begin, end, [&](std::int64_t j, std::uint32_t found) {
+      handles[j] = found == kNoRow ? -1 : std::int64_t{found};
+    });
   });
 }
 
@@ -208,11 +167,22 @@ std::shared_lock<std::shared_mutex> EmbeddingStore::shared_keys() const {
   return std::shared_lock<std::shared_mutex>(keys_mutex_);
 }
 
+std::shared_lock<std::shared_mutex> EmbeddingStore::shared_records() const {
+  for (;;) {
+    std::shared_lock<std::shared_mutex> lock = shared_keys();
+    if (noted_ == nullptr) return lock;
+    lock.unlock();
+    own_keys();
+  }
+}
+
 std::unique_lock<std::shared_mutex> EmbeddingStore::own_keys() const {
   if (scoring_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
     throw std::logic_error("store: a score function must not use the store whose rows it scores");
   }
-  return std::unique_lock<std::shared_mutex>(keys_mutex_);
+  std::unique_lock<std::shared_mutex> lock(keys_mutex_);
+  count_noted();
+  return lock;
 }
 
 std::int64_t EmbeddingStore::size(std::int64_t table) const {

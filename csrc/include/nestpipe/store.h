@@ -21,8 +21,9 @@
 //
 // Concurrency. Calls that change which keys exist or their metadata exclude each other and wait for
 // searches; those that only read or write rows by handle take no lock and may run beside everything
-// else, as long as their handles stay valid and no two touch the same row. A call that throws has
-// changed no key, row, count or metadata.
+// else, as long as their handles stay valid and no two touch the same row (update_pooled of rows
+// whose use it counts is one of the others). A call that throws has changed no key, row, count or
+// metadata.
 #pragma once
 
 #include <atomic>
@@ -113,6 +114,26 @@ struct TableCounters {
   std::int64_t not_admitted = 0;
 };
 
+// Rows that a call used, each once, and how often: noted now, counted in their records later.
+struct NotedUse {
+  static constexpr std::int64_t kCounted = -1;
+
+  NotedUse(std::int64_t num_rows, std::int64_t batch_index)
+      : size(num_rows),
+        batch(batch_index),
+        handles(num_rows),
+        counts(num_rows),
+        last_used(num_rows),
+        frequency(num_rows) {}
+
+  std::int64_t size;
+  std::int64_t batch;
+  Scratch<std::int64_t> handles;    // [size]
+  Scratch<std::int64_t> counts;     // [size] occurrences; kCounted: done
+  Scratch<std::int64_t> last_used;  // [size] before the call, of those that are counted
+  Scratch<std::int64_t> frequency;  // the same
+};
+
 // What undo needs beside handles and status; its size is that of the call.
 struct RetrievalJournal {
   std::int64_t sequence = -1;  // Of the retrieval; -1 once undone.
@@ -120,6 +141,7 @@ struct RetrievalJournal {
   std::int64_t last_batch_before = -1;
   Scratch<std::int64_t> last_used;  // [n] before the call; -1 and 0 for new rows
   Scratch<std::int64_t> frequency;
+  std::shared_ptr<NotedUse> use;  // Of retrieve_occurrences, which has this instead of the two.
   std::vector<CountChange> counts;
   std::vector<TableCounters> counters;
   std::int64_t num_evicted = 0;
@@ -279,7 +301,6 @@ class EmbeddingStore {
     std::int64_t last_used;
     std::int64_t frequency;
     std::int32_t table;
-    std::int32_t mark;  // Of use within a call alone (occurrences.cpp).
   };
   // 4 bytes more, apart from the record, so that looking for rows to evict passes over little
   // memory: kNoAge where no key has the row, else age_of(last_used) in stores that evict.
@@ -339,7 +360,9 @@ class EmbeddingStore {
     if (evicts_) *age(handle) = age_of(batch);
   }
   // Locks of keys_mutex_; a score function of this thread's retrieval must not wait for itself.
+  // With all but the first, what is noted of rows' use has been counted.
   std::shared_lock<std::shared_mutex> shared_keys() const;
+  std::shared_lock<std::shared_mutex> shared_records() const;
   std::unique_lock<std::shared_mutex> own_keys() const;
   // Rows handle(0), ... handle(size - 1) (-1: none) are about to be used: see RowFile::use.
   template <typename HandleOf>
@@ -383,25 +406,11 @@ class EmbeddingStore {
   void absent_row(std::int32_t table, std::int64_t key, float* out) const;
   void absent_embedding(std::int32_t table, std::int64_t key, float* words) const;
   void search(const KeySpan& in, std::int64_t* handles) const;
-  // visit(j, row number or kNoRow) for j in [begin, end), several buckets under way at a time.
-  template <typename Visit>
+  // note(j, row number or kNoRow) for j in [begin, end): for some j twice, the last one counts
+  // (search_range.h).
+  template <typename Note>
   void search_range(const KeySpan& in, std::int64_t begin, std::int64_t end,
-                    const Visit& visit) const {
-    constexpr std::int64_t kBlock = 32;
-    std::uint64_t hashes[kBlock];
-    for (std::int64_t block = begin; block < end; block += kBlock) {
-      const std::int64_t count = end - block < kBlock ? end - block : kBlock;
-      for (std::int64_t i = 0; i < count; ++i) {
-        const KeyIndex& index = tables_[in.tables[block + i]]->index;
-        hashes[i] = index.hash(in.keys[block + i]);
-        index.prefetch(hashes[i]);
-      }
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t j = block + i;
-        visit(j, tables_[in.tables[j]]->index.find(hashes[i], in.keys[j]));
-      }
-    }
-  }
+                    const Note& note) const;
 
   // Steps of retrieve (retrieval.cpp, found_rows.cpp, entering.cpp, new_rows.cpp).
   void start_journal(std::int64_t size, RetrievalJournal* journal) const;
@@ -427,10 +436,13 @@ class EmbeddingStore {
   void take_numbers(const Missing& missing);
   void reserve_rows(std::uint64_t num_rows);
 
-  // Steps of retrieve_occurrences (occurrences.cpp).
-  struct UsedRows;
-  UsedRows use_occurrences(const std::vector<std::int64_t>& handles, std::int64_t batch,
-                           std::int64_t part, std::int64_t num_parts);
+  // Of retrieve_occurrences (occurrences.cpp). All want the lock, to change what it guards.
+  void count_use(NotedUse* use, std::int64_t begin, std::int64_t end) const;
+  void count_noted() const;
+  void forget_noted() const;
+  // The lock if the use of just these rows is noted and not counted, else none.
+  std::unique_lock<std::shared_mutex> own_if_noted(const std::int64_t* handles,
+                                                   std::int64_t size) const;
 
   // Steps of load_columns (loading.cpp).
   void check_columns(const std::vector<RowColumn>& columns) const;
@@ -485,6 +497,8 @@ class EmbeddingStore {
   std::int64_t newest_ = -1;               // The retrieval that may be undone next.
   std::int64_t last_batch_ = -1;           // Largest batch index seen.
   mutable std::atomic<std::thread::id> scoring_thread_{};
+  mutable std::shared_ptr<NotedUse> noted_;     // Not counted yet; of the newest retrieval.
+  mutable std::atomic<bool> has_noted_{false};  // Whether noted_ is there, without the lock.
 };
 
 }  // namespace nestpipe
