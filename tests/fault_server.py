@@ -265,7 +265,7 @@ def fork_rank(case: Case, rank: int) -> int:
 
 @functools.cache
 def prepare(schedule: str, early_send: bool) -> None:
-    """Have the schedule's graph validated before the fork: it takes most of a second."""
+    """Have the schedule's graph validated and planned before the fork."""
     scenario = scenario_of(Case(""))
     model = scenario.model(None, None)
     config = scenario_config(scenario, schedule)

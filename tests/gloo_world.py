@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 LIMIT_S = 60.0
@@ -30,14 +33,29 @@ def _serve(rank: int, size: int, init_file: str, connection: Any) -> None:
     dist.destroy_process_group()
 
 
+def _context() -> ForkServerContext:
+    """Ranks are forked from one server per test process, which has no threads and everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["loaded_before_fork"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server of older Pythons has no other way to know
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 class GlooWorld:
-    """`size` spawned ranks; `run` calls a module-level function on all of them and returns their results.
+    """`size` ranks of their own; `run` calls a module-level function on all of them and returns their results.
 
     Ranks that are to have processes of their own must not be daemons.
     """
 
     def __init__(self, size: int, daemon: bool = True) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         init_file = os.path.join(self._folder.name, "rendezvous")
         self.processes = []

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -124,14 +122,13 @@ def test_stale_rows_differ_and_are_said_to(capsys) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_compare_and_write_files(tmp_path) -> None:
-    """Real processes over gloo, uneven last batches, both timelines with both ranks."""
-    command = [sys.executable, "-m", "nestpipe_kernels", "train", "--nproc", "2", "--compare", *SMALL]
+def test_two_ranks_compare_and_write_files(tmp_path, capfd) -> None:
+    """Real processes over gloo, uneven last batches, both timelines with both ranks. The launcher is this process."""
+    command = ["train", "--nproc", "2", "--timeout", "60", "--compare", *SMALL]
     files = ["--timeline", str(tmp_path / "step.json"), "--json", str(tmp_path / "result.json")]
     settings = ["--sparse-groups", "2", "--edge-share", "0.5"]
-    done = subprocess.run([*command, *files, *settings], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "bit for bit on 2 ranks" in done.stdout
+    assert main([*command, *files, *settings]) == 0
+    assert "bit for bit on 2 ranks" in capfd.readouterr().out
     for name in ("step.json", "step.sequential.json"):
         events = json.loads((tmp_path / name).read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {0, 1}
@@ -145,7 +142,7 @@ def test_two_ranks_compare_and_write_files(tmp_path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_rank_that_fails_is_named(tmp_path) -> None:
+def test_a_rank_that_fails_is_named(tmp_path, monkeypatch, capfd) -> None:
     """Rank 1 cannot read the data any more: the launcher names it, and the command ends."""
     program = tmp_path / "sitecustomize.py"
     program.write_text(
@@ -155,15 +152,10 @@ def test_a_rank_that_fails_is_named(tmp_path) -> None:
         "    def broken(*a, **k): raise ValueError('planted failure')\n"
         "    training.train_once = broken\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "nestpipe_kernels", "train", "--nproc", "2", "--timeout", "5", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 1
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith("rank 1 failed first: exited with code 1: nestpipe train: planted")
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert main(["train", "--nproc", "2", "--timeout", "5", *SMALL]) == 1
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("rank 1 failed first: exited with code 1: nestpipe train: planted")
 
 
 def test_criteo(capsys, criteo_sample) -> None:

@@ -3,54 +3,66 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 import nestpipe_kernels as nk
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "tensorboard_log.py"
 SMALL = ["--steps", "3", "--batch-size", "16"]
-STAND_IN = """
-class SummaryWriter:
-    def __init__(self, directory):
+
+
+class StandIn:
+    """Of torch.utils.tensorboard's SummaryWriter."""
+
+    def __init__(self, directory: str) -> None:
         self.directory = directory
 
-    def add_scalar(self, name, value, step):
+    def add_scalar(self, name: str, value: float, step: int) -> None:
         print("SCALAR", name, float(value), step)
 
-    def close(self):
+    def close(self) -> None:
         print("CLOSED", self.directory)
-"""
-"""Of torch.utils.tensorboard, run before the script."""
 
 
-def run(tmp_path: Path, before: str) -> subprocess.CompletedProcess[str]:
-    program = f"import sys, types\n{before}\nimport runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    command, env = [sys.executable, "-c", program, *SMALL], {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the script as a program of its own, but in this process: torch takes longer to import than it to run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SMALL])
+
+    def with_tensorboard(module: ModuleType | None) -> None:
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    return with_tensorboard
 
 
-def test_every_step_is_written(tmp_path: Path) -> None:
-    before = f"m = types.ModuleType('torch.utils.tensorboard')\nexec({STAND_IN!r}, m.__dict__)\nimport torch.utils\n"
-    done = run(tmp_path, before + "sys.modules['torch.utils.tensorboard'] = m")
-    assert done.returncode == 0, done.stderr
-    scalars = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SCALAR")]
+def test_every_step_is_written(run, capsys) -> None:
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = StandIn  # type: ignore[attr-defined]
+    run(module)
+    out = capsys.readouterr().out
+    scalars = [line.split()[1:] for line in out.splitlines() if line.startswith("SCALAR")]
     steps = {name: [step for n, _, step in scalars if n == name] for name, _, _ in scalars}
     assert set(map(tuple, steps.values())) == {("0", "1", "2")}
     assert {"loss", "nestpipe/rows_sent", "nestpipe/exposed_lookup_ms", "nestpipe/evicted_rows"} <= set(steps)
     assert any(name.startswith("nestpipe/table_rows/") for name in steps)
-    assert f"CLOSED {Path('runs') / 'rank0'}" in done.stdout
-    assert "rank 0: 3 steps; look at them with tensorboard --logdir runs" in done.stdout
+    assert f"CLOSED {Path('runs') / 'rank0'}" in out
+    assert "rank 0: 3 steps; look at them with tensorboard --logdir runs" in out
 
 
-def test_without_tensorboard_it_says_what_to_install(tmp_path: Path) -> None:
-    done = run(tmp_path, "sys.modules['torch.utils.tensorboard'] = None")
-    assert done.returncode == 1
-    assert "this example writes TensorBoard logs, which needs a package: pip install tensorboard" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_without_tensorboard_it_says_what_to_install(run) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(None)
+    assert "this example writes TensorBoard logs, which needs a package: pip install tensorboard" in str(
+        ended.value.code
+    )
 
 
 def test_the_callback_alone() -> None:

@@ -164,9 +164,9 @@ class Node:
     micro: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
-    """Stages and edges of one schedule."""
+    """Stages and edges of one schedule; never changed, and known by identity."""
 
     name: str
     stages: tuple[Stage, ...]

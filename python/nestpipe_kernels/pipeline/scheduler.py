@@ -16,6 +16,7 @@ those, so that no lane sees sync(t + 1) before update(t).
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections import defaultdict
@@ -130,9 +131,7 @@ class LaneScheduler:
         Raises:
             GraphError: lanes would wait in a circle.
         """
-        check_lanes(self.graph, micro_batches)
-        unrolled = Unrolled(self.graph, 2 * _HORIZON, micro_batches)
-        self._plan = {(p.stage.name, p.micro): p for p in _planned(unrolled, _HORIZON)}
+        self._plan = _plan_of(self.graph, micro_batches)
         self._routing = self._by_lane(lambda stage: stage.name in _ROUTING)
         self._retrieval = self._by_lane(lambda stage: stage.name in _RETRIEVAL)
         self._window = self._by_lane(lambda stage: stage.name not in (*_ROUTING, *_RETRIEVAL))
@@ -307,6 +306,13 @@ class LaneScheduler:
             except TimeoutError:  # it waits for another rank; the lane's thread ends with that exchange's time-out
                 stopped = False
         return stopped
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of(graph: Graph, micro_batches: int) -> dict[tuple[str, int], _Planned]:
+    """The nodes of a batch by stage and micro-batch, in the order in which lanes are filled: one for all schedulers."""
+    check_lanes(graph, micro_batches)
+    return {(p.stage.name, p.micro): p for p in _planned(Unrolled(graph, 2 * _HORIZON, micro_batches), _HORIZON)}
 
 
 def _planned(unrolled: Unrolled, steady: int) -> list[_Planned]:

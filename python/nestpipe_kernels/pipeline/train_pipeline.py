@@ -626,7 +626,7 @@ def _valid_graph(
     pooling: bool,
     dense_at_once: bool,
 ) -> Graph:
-    """The validated graph; validation takes most of a second, so it happens once in a process."""
+    """The validated graph; once in a process, so that all pipelines share its plans."""
     graph = build_graph(
         schedule,
         row_transfer,

@@ -10,6 +10,8 @@ Three rules, all on the graph unrolled over a few batches (hazards reach at most
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import combinations
 
 from ..errors import GraphError
@@ -70,68 +72,88 @@ def _disjoint_from_next(a: Access, na: Node, b: Access, micro_batches: int) -> b
     return a.region is Region.DONE and b.region is Region.URGENT
 
 
-def _reachable(unrolled: Unrolled, skip: str = "") -> dict[Node, int]:
-    """For every node the bit set of nodes it reaches (bit = index in unrolled.nodes)."""
-    index = {n: k for k, n in enumerate(unrolled.nodes)}
-    after: dict[Node, list[Node]] = defaultdict(list)
-    for label, instances in unrolled.edges.items():
-        if label != skip:
-            for a, b in instances:
-                after[a].append(b)
-    reach: dict[Node, int] = {}
-    for node in reversed(unrolled.nodes):
-        bits = 0
-        for b in after[node]:
-            bits |= reach[b] | 1 << index[b]
-        reach[node] = bits
-    return reach
+class _Order:
+    """An unrolled graph with its nodes as numbers, in topological order: which of them comes before which."""
 
+    def __init__(self, graph: Graph, batches: int, micro_batches: int) -> None:
+        self.unrolled = Unrolled(graph, batches, micro_batches)
+        self.index = {n: k for k, n in enumerate(self.unrolled.nodes)}
+        self.edges = {
+            label: [(self.index[a], self.index[b]) for a, b in instances]
+            for label, instances in self.unrolled.edges.items()
+        }
 
-def _conflicting_pairs(unrolled: Unrolled) -> list[tuple[Node, Node, str]]:
-    by_instance: dict[tuple[str, int], list[tuple[Node, Access]]] = defaultdict(list)
-    for node in unrolled.nodes:
-        for access in unrolled.graph.by_name[node.stage].accesses:
-            by_instance[access.instance(node.batch)].append((node, access))
-    pairs = []
-    for (resource, _), users in by_instance.items():
-        for (na, a), (nb, b) in combinations(users, 2):
-            if na != nb and (a.writes or b.writes) and not disjoint(a, na, b, nb, unrolled.micro_batches):
-                pairs.append((na, nb, resource))
-    return pairs
+    def reachable(self, skip: str = "") -> list[int]:
+        """For every node the bit set of nodes that it reaches without the edges of one label."""
+        after: list[list[int]] = [[] for _ in self.index]
+        for label, instances in self.edges.items():
+            if label != skip:
+                for a, b in instances:
+                    after[a].append(b)
+        reach = [0] * len(after)
+        for a in reversed(range(len(after))):
+            bits = 0
+            for b in after[a]:
+                bits |= reach[b] | 1 << b
+            reach[a] = bits
+        return reach
 
+    @cached_property
+    def conflicts(self) -> dict[tuple[int, int], list[str]]:
+        """Pairs of nodes, the earlier in the order first, whose accesses conflict, with the resources."""
+        by_instance: dict[tuple[str, int], list[tuple[int, Node, Access]]] = defaultdict(list)
+        for k, node in enumerate(self.unrolled.nodes):
+            for access in self.unrolled.graph.by_name[node.stage].accesses:
+                by_instance[access.instance(node.batch)].append((k, node, access))
+        pairs: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for (resource, _), users in by_instance.items():
+            for (ka, na, a), (kb, nb, b) in combinations(users, 2):
+                if ka != kb and (a.writes or b.writes) and not disjoint(a, na, b, nb, self.unrolled.micro_batches):
+                    pairs[ka, kb].append(resource)
+        return pairs
 
-def _unordered(unrolled: Unrolled, skip: str = "") -> list[tuple[Node, Node, str]]:
-    index = {n: k for k, n in enumerate(unrolled.nodes)}
-    reach = _reachable(unrolled, skip)
-    return [
-        (a, b, resource)
-        for a, b, resource in _conflicting_pairs(unrolled)
-        if not (reach[a] >> index[b] & 1 or reach[b] >> index[a] & 1)
-    ]
+    def unordered(self, skip: str = "") -> Iterator[tuple[int, int]]:
+        """Conflicting pairs that no path orders, without the edges of one label."""
+        reach = self.reachable(skip)
+        return (pair for pair in self.conflicts if not reach[pair[0]] >> pair[1] & 1)
 
 
 def conflicts_without_path(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
     """Descriptions of conflicting accesses that no path orders."""
-    unrolled = Unrolled(graph, _BATCHES, micro_batches)
-    return [f"{a} and {b} both use {resource} and no path orders them" for a, b, resource in _unordered(unrolled)]
+    return _conflicts_without_path(_Order(graph, _BATCHES, micro_batches))
+
+
+def _conflicts_without_path(order: _Order) -> list[str]:
+    nodes = order.unrolled.nodes
+    return [
+        f"{nodes[a]} and {nodes[b]} both use {resource} and no path orders them"
+        for a, b in order.unordered()
+        for resource in order.conflicts[a, b]
+    ]
 
 
 def redundant_edges(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
     """Labels of edges that the other edges imply."""
-    unrolled = Unrolled(graph, _BATCHES, micro_batches)
-    index = {n: k for k, n in enumerate(unrolled.nodes)}
+    return _redundant_edges(_Order(graph, _BATCHES, micro_batches))
+
+
+def _redundant_edges(order: _Order) -> list[str]:
     found = []
-    for label, instances in unrolled.edges.items():
-        reach = _reachable(unrolled, label)
-        if instances and all(reach[a] >> index[b] & 1 for a, b in instances):
+    for label, instances in order.edges.items():
+        reach = order.reachable(label)
+        if instances and all(reach[a] >> b & 1 for a, b in instances):
             found.append(label)
     return found
 
 
 def unjustified_edges(graph: Graph, micro_batches: int = _MICRO_BATCHES) -> list[str]:
     """Labels of edges that are no policy and whose removal leaves every conflict ordered."""
-    unrolled = Unrolled(graph, _BATCHES, micro_batches)
-    return [e.label for e in graph.edges if not e.policy and not _unordered(unrolled, e.label)]
+    return _unjustified_edges(_Order(graph, _BATCHES, micro_batches))
+
+
+def _unjustified_edges(order: _Order) -> list[str]:
+    edges = order.unrolled.graph.edges
+    return [e.label for e in edges if not e.policy and next(order.unordered(e.label), None) is None]
 
 
 def _collective_faults(graph: Graph) -> list[str]:
@@ -145,10 +167,9 @@ def _collective_faults(graph: Graph) -> list[str]:
     for purpose, used in lanes.items():
         if len(used) > 1:
             faults.append(f"collectives for {purpose} are posted from several lanes ({', '.join(sorted(used))})")
-    unrolled = Unrolled(graph, 2, _MICRO_BATCHES)
-    index = {n: k for k, n in enumerate(unrolled.nodes)}
-    reach = _reachable(unrolled)
-    for node in unrolled.nodes:
+    order = _Order(graph, 2, _MICRO_BATCHES)
+    reach = order.reachable()
+    for k, node in enumerate(order.unrolled.nodes):
         for purpose in graph.by_name[node.stage].lands:
             post = poster.get(purpose)
             if post is None:
@@ -156,16 +177,17 @@ def _collective_faults(graph: Graph) -> list[str]:
                 continue
             micro = node.micro if graph.by_name[post].micro else 0
             source = Node(post, node.batch, micro)
-            if not reach[source] >> index[node] & 1:
+            if not reach[order.index[source]] >> k & 1:
                 faults.append(f"{node} waits for {purpose} without a path from {source}")
     return faults
 
 
 def validate(graph: Graph) -> None:
     """Raise GraphError that lists everything wrong with a graph."""
-    problems = conflicts_without_path(graph)
-    problems += [f"edge {label} is redundant: the other edges imply it" for label in redundant_edges(graph)]
-    problems += [f"edge {label} orders nothing that conflicts" for label in unjustified_edges(graph)]
+    order = _Order(graph, _BATCHES, _MICRO_BATCHES)
+    problems = _conflicts_without_path(order)
+    problems += [f"edge {label} is redundant: the other edges imply it" for label in _redundant_edges(order)]
+    problems += [f"edge {label} orders nothing that conflicts" for label in _unjustified_edges(order)]
     problems += _collective_faults(graph)
     if problems:
         raise GraphError(f"graph {graph.name!r}: " + "; ".join(problems))
