@@ -28,7 +28,7 @@ help:
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
 	@echo "make aarch64   native tests of row arithmetic, cross-compiled, under qemu-user (g++-aarch64-linux-gnu)"
 	@echo "make soak      the full product of test cases (long)"
-	@echo "make peers     install TorchRec, FBGEMM, DeepCTR-Torch, torch-rechub, Mt-KaHyPar for comparisons and tests"
+	@echo "make peers     install TorchRec, FBGEMM, DeepCTR-Torch, torch-rechub, Mt-KaHyPar, PyTorch Lightning for comparisons and tests"
 	@echo "make clean     remove everything that was built"
 
 # torch goes first and pinned: what the package itself asks for would draw the newest build.

@@ -14,6 +14,7 @@ __all__ = ["add_bench"]
 
 KERNEL_CASES = {
     "capacity": "a very large table beside a small one: the time of each key, and memory",
+    "convert": "a step of converted embedding modules, without a pipeline, beside torch's with sparse gradients",
     "dedup": "the distinct keys of a list, and its inverse",
     "exchange": "rows exchanged between two processes on loopback",
     "find_or_insert": "rows of keys out of a large table, made where there are none",
