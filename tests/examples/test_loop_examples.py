@@ -26,10 +26,10 @@ def losses(monkeypatch, capsys, script: str, *arguments: str) -> list[float]:
 def test_it_trains_as_before(monkeypatch, capsys, script: str) -> None:
     if script == "lightning_loop.py":
         library("pytorch_lightning")
-    small = ("--batch-size", "512")
+    small = ("--batch-size", "1024")
     before = losses(monkeypatch, capsys, script, "--plain", *small)
     after = losses(monkeypatch, capsys, script, *small)
-    assert len(after) >= 8 and after == pytest.approx(before, abs=3e-5)
+    assert len(after) >= 4 and after == pytest.approx(before, abs=3e-5)
 
 
 @pytest.mark.parametrize("script", ["plain_loop.py", "lightning_loop.py"])

@@ -55,8 +55,7 @@ def note(said, scaler, pipe, step, prepared):
     said.append((step.index, step.skipped, scaler.get_scale()))
 
 
-@pytest.mark.parametrize("what", ["rows", "dense"])
-@pytest.mark.parametrize("policy", ["raise", "skip_row"])
+@pytest.mark.parametrize("what, policy", [("rows", "skip_row"), ("dense", "raise")])
 def test_a_batch_that_overflows_changes_nothing(what, policy):
     batches = with_bad(1, 4)
     good = [batches[k] for k in (0, 2, 3)]
@@ -208,3 +207,47 @@ def test_what_a_scaler_must_be():
         train("nested", scaler=2.0)
     with pytest.raises(ValueError, match=r"the scale of grad_scaler is 0.0: too many batches"):
         train("nested", scaler=make_scaler(0.0))
+
+
+SETTINGS = {
+    "rows for every micro-batch": {"row_transfer": "per_micro_batch"},
+    "clustered, three parts": {"clustering": "key", "num_micro_batches": 3},
+    "smaller edges": {"edge_share": 0.5, "num_micro_batches": 3},
+    "sums": {"loss_weighting": "sum"},
+}
+
+
+def weighted(model, batch):
+    """A mean over another number than that of samples."""
+    loss, out = loss_of(model, batch)
+    return loss, out, float((batch["user"] + 1).sum())
+
+
+@pytest.mark.parametrize("what", [*(pytest.param(name, marks=pytest.mark.soak) for name in SETTINGS), "weights"])
+def test_with_every_setting_a_power_of_two_changes_no_bit_and_an_overflow_nothing(what):
+    settings = {"settings": {"item": {"max_grad_norm": 0.05}}, **SETTINGS.get(what, {})}
+    if what == "weights":
+        settings["loss"] = weighted
+
+    def on_rank(scaled, rank, communicator):
+        batches = make_batches(4, rank)
+        if scaled and rank:
+            batches[1]["label"] = torch.full_like(batches[1]["label"], float("inf"))
+        if not scaled:
+            del batches[1]
+        scaler = make_scaler() if scaled else None
+        run = train("nested", batches=batches, scaler=scaler, communicator=communicator, **settings)
+        return {**run, "losses": run["losses"][torch.isfinite(run["losses"])][:1]}
+
+    ours, expected = (run_ranks_as_threads(2, functools.partial(on_rank, scaled)) for scaled in (True, False))
+    assert same(ours[0], expected[0]) and same(ours[1], expected[1])
+
+
+def test_a_rank_without_samples_keeps_the_scale_of_the_others():
+    def on_rank(rank, communicator):
+        scaler = make_scaler()
+        batches = make_batches(4 - 3 * rank, rank)
+        train("nested", batches=batches, scaler=scaler, communicator=communicator)
+        return scaler.get_scale()
+
+    assert run_ranks_as_threads(2, on_rank) == [2.0**12, 2.0**12]
