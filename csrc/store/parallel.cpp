@@ -7,6 +7,10 @@
 // always finishes: also with no helper, with several callers, and when a task opens a loop of its
 // own.
 //
+// A call runs several loops one after the other, and waking a thread takes longer than many of
+// them: so helpers look for the next loop for a little while before they sleep, and callers for the
+// helpers' end. They let others have the core meanwhile.
+//
 // Threads do not survive fork(). The child forgets its parent's pool, locks included, and builds
 // another at its first loop.
 #include "nestpipe/parallel.h"
@@ -16,6 +20,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <limits>
@@ -29,6 +34,15 @@
 
 namespace nestpipe {
 namespace {
+
+constexpr std::chrono::microseconds kLook{100};
+
+// Looks for a short time whether something has come true.
+template <typename Predicate>
+void look_for(const Predicate& predicate) {
+  const auto end = std::chrono::steady_clock::now() + kLook;
+  while (!predicate() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
 
 struct Loop {
   Loop(std::int64_t size, const std::function<void(std::int64_t)>& body)
@@ -57,9 +71,9 @@ struct Loop {
   std::mutex failure_mutex;
   std::int64_t failed_task = std::numeric_limits<std::int64_t>::max();
   std::exception_ptr failure;
-  // Guarded by the pool's mutex.
+  // Changed under the pool's mutex alone.
   int places_left = 0;
-  int helpers_inside = 0;
+  std::atomic<int> helpers_inside{0};
 };
 
 class Pool {
@@ -70,6 +84,7 @@ class Pool {
       start_threads(num_helpers);
       try {
         open_.push_back(loop);
+        num_open_.store(open_.size(), std::memory_order_relaxed);
         loop->places_left = num_helpers;
       } catch (const std::bad_alloc&) {
         num_helpers = 0;  // The caller works alone.
@@ -83,6 +98,11 @@ class Pool {
     loop->work();
     std::unique_lock<std::mutex> lock(mutex_);
     close(loop);
+    if (loop->helpers_inside != 0) {
+      lock.unlock();
+      look_for([loop] { return loop->helpers_inside == 0; });
+      lock.lock();
+    }
     loop_left_.wait(lock, [loop] { return loop->helpers_inside == 0; });
   }
 
@@ -107,6 +127,7 @@ class Pool {
 
   void close(Loop* loop) {
     open_.erase(std::remove(open_.begin(), open_.end(), loop), open_.end());
+    num_open_.store(open_.size(), std::memory_order_relaxed);
   }
 
   [[noreturn]] void serve() {
@@ -121,13 +142,18 @@ class Pool {
       lock.lock();
       close(loop);  // Nothing is left to take, so nobody else needs to join.
       if (--loop->helpers_inside == 0) loop_left_.notify_all();
+      if (!open_.empty()) continue;
+      lock.unlock();
+      look_for([this] { return num_open_.load(std::memory_order_relaxed) != 0; });
+      lock.lock();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable loop_opened_;
   std::condition_variable loop_left_;
-  std::vector<Loop*> open_;  // Loops that a helper may still join, oldest first.
+  std::vector<Loop*> open_;               // Loops that a helper may still join, oldest first.
+  std::atomic<std::size_t> num_open_{0};  // Of these, to be looked at without the mutex.
   int num_threads_ = 0;
 };
 
