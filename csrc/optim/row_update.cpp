@@ -63,9 +63,18 @@ namespace avx2 {
 #pragma GCC pop_options
 #endif
 
+#if defined(__x86_64__)
+// Sums of rows shorter than their lanes pass through memory, where long vectors wait for parts.
+bool has_short_sums(const UpdateSettings& s, std::int64_t dim) {
+  return dim < kSumLanes && (s.rule == UpdateRule::kRowWiseAdagrad ||
+                             s.rule == UpdateRule::kRowWiseAdam || s.rule == UpdateRule::kLamb);
+}
+#endif
+
 UpdateRange range_updater(const UpdateArguments& a, const UpdateSettings& s) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && !portable_only.load(std::memory_order_relaxed)) {
+  if (!has_short_sums(s, a.dim) && __builtin_cpu_supports("avx2") &&
+      !portable_only.load(std::memory_order_relaxed)) {
     return avx2::range_updater(a, s);
   }
 #endif

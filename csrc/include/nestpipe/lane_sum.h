@@ -15,15 +15,11 @@ __attribute__((always_inline)) inline float lane_sum(std::int64_t dim, const Ter
   float lanes[kSumLanes] = {};
   std::int64_t d = 0;
   for (; d + kSumLanes <= dim; d += kSumLanes) {
-    for (int l = 0; l < kSumLanes; ++l) lanes[l] += term(d + l);
+    for (int lane = 0; lane < kSumLanes; ++lane) lanes[lane] += term(d + lane);
   }
-  int lane = 0;
-  if (d + kSumLanes / 2 <= dim) {
-    for (; lane < kSumLanes / 2; ++lane) lanes[lane] += term(d + lane);
-  }
-  for (; d + lane < dim; ++lane) lanes[lane] += term(d + lane);
+  for (int lane = 0; d + lane < dim; ++lane) lanes[lane] += term(d + lane);
   for (int half = kSumLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
 }
