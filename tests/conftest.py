@@ -12,14 +12,16 @@ import torch
 torch.set_num_threads(1)
 
 LONG = (
+    "test_policies",
     "test_exactness",
+    "test_process_faults",
+    "test_edges",
+    "test_policy_runs",
+    "test_plain_pytorch",
     "test_killed_saves",
     "test_long_run",
-    "test_plain_pytorch",
-    "test_policies",
-    "test_policy_runs",
 )
-"""Files of one process whose tests take long."""
+"""Files whose tests take longest together, the longest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,13 +36,14 @@ def random_seed(request: pytest.FixtureRequest) -> int | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starting processes takes long on a machine that has other work; files that do it, and those with few but long
-    tests, come first, so that no worker is left alone with one at the end."""
+    """The longest files come first, then those that start processes, which takes long on a machine that has other work,
+    so that no worker is left alone with one at the end."""
     for item in items:
         if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))
     first = {item.path for item in items if item.get_closest_marker("multiprocess")}
-    items.sort(key=lambda item: item.path not in first and item.path.stem not in LONG)
+    longest = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: (longest.get(item.path.stem, len(LONG)), item.path not in first))
 
 
 def _from_environment(variable: str, *parts: str) -> Path:

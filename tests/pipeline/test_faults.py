@@ -1,4 +1,6 @@
-"""Real runs that go wrong on one rank: the others end in time, that rank is named, nothing is left behind."""
+"""Real runs that go wrong on one rank: the others end in time, that rank is named, nothing is left behind.
+
+In the soak: what test_process_faults (a loader that fails) and test_run_ranks (rank 1 killed) show in less time."""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def assert_nothing_left(folder: Path) -> None:
     ("case", "stage", "message"),
     [
         ("model", "forward_backward", "ArithmeticError: the model broke"),
-        ("loader", "prefetch", "OSError: the disk is gone"),
+        pytest.param("loader", "prefetch", "OSError: the disk is gone", marks=pytest.mark.soak),
     ],
 )
 def test_fault_38_an_exception_on_one_rank(tmp_path, capfd, case, stage, message):
@@ -57,7 +59,7 @@ def test_fault_38_an_exception_on_one_rank(tmp_path, capfd, case, stage, message
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_fault_38_a_rank_killed_in_the_middle(tmp_path, capfd, dead):
     assert run(f"kill{dead}", tmp_path, nproc=3) == 128 + signal.SIGKILL
     *lines, last = capfd.readouterr().err.splitlines()
