@@ -17,7 +17,7 @@ LINTED := python tests bench examples
 SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help venv build peers train test lint soak sanitize aarch64 clean
+.PHONY: help venv build peers train test lint soak sanitize aarch64 cuda clean
 
 help:
 	@echo "make venv      virtual environment $(VENV) with $(TORCH)"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint      ruff, clang-format, mypy"
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
 	@echo "make aarch64   native tests of row arithmetic, cross-compiled, under qemu-user (g++-aarch64-linux-gnu)"
+	@echo "make cuda      CUDA kernels compiled by nvcc for sm_80, sm_90 and sm_100, with registers and spills (needs no GPU)"
 	@echo "make soak      the full product of test cases (long)"
 	@echo "make peers     install TorchRec, FBGEMM, DeepCTR-Torch, torch-rechub, Mt-KaHyPar, PyTorch Lightning for comparisons and tests"
 	@echo "make clean     remove everything that was built"
@@ -63,7 +64,7 @@ soak: build
 lint: build
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
-	find csrc tests/cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc tests/cpp tests/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 sanitize: build
@@ -83,6 +84,16 @@ aarch64: build
 	  -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON > /dev/null
 	$(BIN)/cmake --build build/aarch64 -j $(JOBS) --target $(AARCH64_TESTS)
 	for name in $(AARCH64_TESTS); do qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/cpp/$$name || exit 1; done
+
+# No GPU is needed to compile. ptxas tells what each kernel uses; a kernel that spills registers fails.
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda*/bin/nvcc) nvcc)
+cuda: build
+	$(BIN)/cmake -S . -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_CUDA_COMPILER=$(NVCC) -DNESTPIPE_PYTHON=OFF -DNESTPIPE_CUDA=ON > /dev/null
+	$(BIN)/cmake --build build/cuda -j $(JOBS) --target clean
+	$(BIN)/cmake --build build/cuda -j $(JOBS) --target nestpipe_cuda > build/cuda/ptxas.log || { cat build/cuda/ptxas.log; exit 1; }
+	grep -E 'Compiling entry|Used' build/cuda/ptxas.log
+	! grep -E '[1-9][0-9]* bytes spill' build/cuda/ptxas.log
 
 clean:
 	rm -rf $(VENV) build $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -74,5 +74,5 @@ def folder_order() -> list[str]:
 
 def native_files() -> list[Path]:
     """C++ sources and headers, native tests included."""
-    folders = (CSRC, ROOT / "tests" / "cpp")
+    folders = (CSRC, ROOT / "tests" / "cpp", ROOT / "tests" / "cuda")
     return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))

@@ -9,11 +9,13 @@
 #include <cstdint>
 #include <string_view>
 
+#include "nestpipe/host_device.h"
+
 namespace nestpipe {
 
 // Multiply by odd constants and fold high bits down, twice: each input bit reaches every output
 // field.
-inline std::uint64_t mix64(std::uint64_t x) {
+NESTPIPE_HOST_DEVICE inline std::uint64_t mix64(std::uint64_t x) {
   x ^= x >> 32;
   x *= 0x9FB21C651E98DF25ull;
   x ^= x >> 29;
@@ -22,7 +24,7 @@ inline std::uint64_t mix64(std::uint64_t x) {
   return x;
 }
 
-inline std::uint64_t hash_key(std::uint64_t table_hash, std::int64_t key) {
+NESTPIPE_HOST_DEVICE inline std::uint64_t hash_key(std::uint64_t table_hash, std::int64_t key) {
   return mix64(static_cast<std::uint64_t>(key) ^ table_hash);
 }
 

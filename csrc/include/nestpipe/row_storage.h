@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "nestpipe/hash.h"
+#include "nestpipe/host_device.h"
 #include "nestpipe/init.h"
 
 namespace nestpipe {
@@ -19,23 +20,25 @@ namespace nestpipe {
 enum class DataType : std::int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 // float32 words that hold an embedding.
-inline std::int64_t embedding_words(DataType type, std::int64_t dim) {
+NESTPIPE_HOST_DEVICE inline std::int64_t embedding_words(DataType type, std::int64_t dim) {
   return type == DataType::kFloat32 ? dim : (dim + 1) / 2;
 }
 
-inline std::uint32_t float_bits(float value) {
+NESTPIPE_HOST_DEVICE inline std::uint32_t float_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float bits_float(std::uint32_t bits) {
+NESTPIPE_HOST_DEVICE inline float bits_float(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline float bfloat16_to_float(std::uint16_t half) { return bits_float(std::uint32_t{half} << 16); }
+NESTPIPE_HOST_DEVICE inline float bfloat16_to_float(std::uint16_t half) {
+  return bits_float(std::uint32_t{half} << 16);
+}
 
 // NaN keeps its sign and its leading bits, and is quiet.
 inline std::uint16_t float_to_bfloat16(float value) {
@@ -45,7 +48,7 @@ inline std::uint16_t float_to_bfloat16(float value) {
   return static_cast<std::uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : nearest);
 }
 
-inline float float16_to_float(std::uint16_t half) {
+NESTPIPE_HOST_DEVICE inline float float16_to_float(std::uint16_t half) {
   constexpr std::uint32_t kRebias = 112u << 23;
   const std::uint32_t shifted = std::uint32_t{half & 0x7FFFu} << 13;
   const std::uint32_t exponent = shifted & (0x1Fu << 23);
