@@ -3,7 +3,8 @@
 For each model and seed, two ranks (or more) train on the same batches under `sequential` and `nested` with several
 numbers of micro-batches, under `nested` with copies of the tables (2D sparse parallelism), under `async`, and once more
 in plain PyTorch on one process: nn.Embedding with sparse gradients, torch.optim, no package code but the model's. All
-start from the same rows and parameters. Then every user's held-out item is ranked among all items.
+start from the same rows and parameters. Then every user's held-out item is ranked among all items. Plain PyTorch runs
+a second time with the samples of every batch in reverse: what another order of additions alone does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import nestpipe_kernels as nk
 from nestpipe_kernels.bench.consistency_report import differences, save_plot, table
+from nestpipe_kernels.capture.split import split
 from nestpipe_kernels.config import process_environment
 from nestpipe_kernels.data import batches, open_data
 from nestpipe_kernels.jagged import JaggedTensor
@@ -30,9 +32,10 @@ from nestpipe_kernels.launch import init_rank, run_ranks
 from nestpipe_kernels.launch.machine import facts
 from nestpipe_kernels.models import SEQUENCE_MODELS, build
 
-__all__ = ["PLAIN", "metrics", "run"]
+__all__ = ["PLAIN", "REVERSED", "metrics", "run"]
 
 PLAIN = "plain PyTorch"
+REVERSED = "plain PyTorch, reversed"
 MICRO_BATCHES = 4
 """Of the runs that vary something else."""
 RANKING_BATCH = 16
@@ -96,8 +99,9 @@ def _train_all(parsed: argparse.Namespace, rank: int, world_size: int) -> None:
     for name in parsed.models:
         for seed in range(parsed.seed, parsed.seed + parsed.seeds):
             for impl, micro_batches, settings in _runs(parsed, world_size):
-                if impl == PLAIN:
-                    losses, ranks = _train_plain(parsed, name, data, seed, world_size) if rank == 0 else ([], None)
+                if impl in (PLAIN, REVERSED):
+                    run = (parsed, name, data, seed, world_size, impl == REVERSED)
+                    losses, ranks = _train_plain(*run) if rank == 0 else ([], None)
                 else:
                     losses, ranks = _train(parsed, name, data, seed, rank, world_size, micro_batches, settings)
                 if rank == 0:
@@ -136,6 +140,7 @@ def _runs(parsed: argparse.Namespace, world_size: int) -> Iterable[tuple[str, in
             yield f"nested, 2D {sync}", MICRO_BATCHES, {"schedule": "nested", "groups": groups}
     yield "async", MICRO_BATCHES, {"schedule": "async"}
     yield PLAIN, 1, {}
+    yield REVERSED, 1, {}
 
 
 def _dense_optimizer(parsed: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -167,7 +172,7 @@ def _train(
 
 
 def _train_plain(
-    parsed: argparse.Namespace, name: str, data: Any, seed: int, world_size: int
+    parsed: argparse.Namespace, name: str, data: Any, seed: int, world_size: int, reverse: bool
 ) -> tuple[list[float], Tensor]:
     """The same on one process, without the package's tables, optimizers and pipeline."""
     alone = nk.EmbeddingStore(name="item", dim=parsed.dim, optimizer=nk.optim.Adam(lr=parsed.lr), seed=seed)
@@ -183,6 +188,8 @@ def _train_plain(
     for parts in islice(zip(*loaders), parsed.steps):
         for optimizer in (dense, sparse):
             optimizer.zero_grad()
+        if reverse:
+            parts = tuple(split(part, [torch.arange(len(part)).flip(0)])[0] for part in parts)
         loss = torch.stack([model(part)[0] for part in parts]).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in (dense, sparse):

@@ -45,7 +45,11 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     for (model, impl, count), by_seed in groups.items():
         values = [f"{mean(line[name] for line in by_seed.values()):.4f}" for name in METRICS]
         loss = f"{mean(line['losses'][-1] for line in by_seed.values()):.4f}"
-        same = "" if impl in (SEQUENTIAL, PLAIN) else _same(by_seed, groups.get((model, SEQUENTIAL, count), {}))
+        same = (
+            ""
+            if impl == SEQUENTIAL or impl.startswith(PLAIN)
+            else _same(by_seed, groups.get((model, SEQUENTIAL, count), {}))
+        )
         found.append(f"| {model} | {impl} | {count} | {' | '.join(values)} | {loss} | {same} |")
     return found
 
@@ -78,25 +82,37 @@ def _difference(values: Sequence[float]) -> str:
 
 
 def save_plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Loss curves of one seed, and NDCG@10 of all, for each model; raises ImportError without matplotlib."""
+    """For each model: losses of one seed, how far they are from plain PyTorch's (largest of all seeds), and NDCG@10 of
+    every seed; raises ImportError without matplotlib."""
     models = list(dict.fromkeys(line["model"] for line in lines))
-    figure = new_figure((12.0, 4.2 * len(models)))
-    for (curves, points), model in zip(figure.subplots(len(models), 2, squeeze=False), models):
+    figure = new_figure((16.0, 4.4 * len(models)))
+    for axes, model in zip(figure.subplots(len(models), 3, squeeze=False), models):
         groups = {key[1:]: by_seed for key, by_seed in _grouped(lines).items() if key[0] == model}
-        seed = min(line["seed"] for line in lines)
-        for place, ((impl, count), by_seed) in enumerate(groups.items()):
-            name = impl if impl == PLAIN else f"{impl}, N {count}"
-            style = {"nested": "--", SEQUENTIAL: "-"}.get(impl, "-." if impl == "async" else ":")
-            losses = by_seed[seed]["losses"]
-            curves.plot(_smooth(losses), style, linewidth=1.3, label=name)
-            points.plot([line["NDCG@10"] for line in by_seed.values()], [place] * len(by_seed), "o", markersize=4)
-        curves.set(title=f"{model}: loss, seed {seed}", xlabel="step", ylabel="mean of 8 steps")
-        curves.legend(fontsize=7)
-        points.set(title=f"{model}: NDCG@10 of every seed", xlabel="NDCG@10")
-        points.set_yticks(range(len(groups)), [i if i == PLAIN else f"{i}, N {n}" for i, n in groups], fontsize=8)
-        points.invert_yaxis()
+        _draw_model(axes, model, groups)
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _draw_model(axes: Any, model: str, groups: dict[tuple[str, int], dict[int, dict[str, Any]]]) -> None:
+    curves, apart, points = axes
+    plain = groups.get((PLAIN, 1), {})
+    seed = min(seed for by_seed in groups.values() for seed in by_seed)
+    names = [impl if impl.startswith(PLAIN) else f"{impl}, N {count}" for impl, count in groups]
+    for place, ((impl, _), by_seed) in enumerate(groups.items()):
+        style = {"nested": "--", SEQUENTIAL: "-"}.get(impl, "-." if impl == "async" else ":")
+        if seed in by_seed:
+            curves.plot(_smooth(by_seed[seed]["losses"]), style, linewidth=1.3, label=names[place])
+        both = [(line["losses"], plain[s]["losses"]) for s, line in by_seed.items() if s in plain]
+        if impl != PLAIN and both:
+            gaps = [max(abs(ours[k] - others[k]) for ours, others in both) for k in range(len(both[0][0]))]
+            apart.plot([max(gap, 1e-8) for gap in gaps], style, linewidth=1.0, label=names[place])
+        points.plot([line["NDCG@10"] for line in by_seed.values()], [place] * len(by_seed), "o", markersize=4)
+    curves.set(title=f"{model}: loss, seed {seed}", xlabel="step", ylabel="mean of 8 steps")
+    curves.legend(fontsize=7)
+    apart.set(title=f"{model}: |loss - plain PyTorch's|, largest of the seeds", xlabel="step", yscale="log")
+    points.set(title=f"{model}: NDCG@10 of every seed", xlabel="NDCG@10")
+    points.set_yticks(range(len(groups)), names, fontsize=8)
+    points.invert_yaxis()
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

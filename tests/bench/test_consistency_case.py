@@ -74,7 +74,7 @@ def test_every_schedule_beside_a_plain_process(tmp_path: Path, capfd: pytest.Cap
     assert main(arguments) == 0
     out, err = capfd.readouterr()
     lines = {(x["impl"], x["micro_batches"]): x for x in map(json.loads, out.splitlines())}
-    assert len(lines) == 2 * 2 + 4 and {x["users"] for x in lines.values()} == {12}
+    assert len(lines) == 2 * 2 + 5 and {x["users"] for x in lines.values()} == {12}
     what = ("losses", "HR@10", "NDCG@10", "NDCG@50")
     for count in (1, 4):
         a, b = lines["nested", count], lines["sequential", count]
