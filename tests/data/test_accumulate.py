@@ -65,6 +65,24 @@ def test_a_window_has_the_samples_of_its_batches_in_order():
     assert concat(parts[:1]) is parts[0]
 
 
+def test_bags_with_values_behind_the_last_end_stay_those_bags():
+    def part(start):
+        return {"bags": (torch.arange(5) + start, torch.tensor([0, 1, 4])), "label": ZEROS}
+
+    values, offsets = concat([part(0), part(10)])["bags"]
+    assert values.tolist() == [0, 1, 2, 3, 10, 11, 12, 13] and offsets.tolist() == [0, 1, 4, 5, 8]
+
+
+@pytest.mark.parametrize("starts", [[0, 1], [0, 2], [0, 0]])
+def test_starts_of_a_batch_with_as_many_values_as_samples_are_starts_as_in_the_others(starts):
+    few = {"bags": (torch.tensor([7, 8]), torch.tensor(starts)), "label": ZEROS}
+    more = {"bags": (torch.tensor([1, 2, 3]), torch.tensor([0, 2])), "label": ZEROS}
+    values, offsets = concat([more, few])["bags"]
+    assert values.tolist() == [1, 2, 3, 7, 8] and offsets.tolist() == [0, 2, *(3 + start for start in starts)]
+    values, offsets = concat([few, more])["bags"]
+    assert values.tolist() == [7, 8, 1, 2, 3] and offsets.tolist() == [*starts, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [

@@ -205,6 +205,8 @@ def test_a_backward_inside_the_model_is_refused():
 def test_what_a_scaler_must_be():
     with pytest.raises(TypeError, match=r"grad_scaler must be a GradScaler.*got float without scale\(\)"):
         train("nested", scaler=2.0)
+    with pytest.raises(TypeError, match=r"grad_scaler must be a GradScaler, got the class GradScaler; make one"):
+        train("nested", scaler=torch.amp.GradScaler)
     with pytest.raises(ValueError, match=r"the scale of grad_scaler is 0.0: too many batches"):
         train("nested", scaler=make_scaler(0.0))
 

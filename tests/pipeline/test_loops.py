@@ -125,7 +125,7 @@ def test_rows_are_clipped_without_a_pipeline():
     assert 0 < moved.max() <= 5 * ROWS_LR * 1e-3 * 1.0001 < (free["item.weight"] - start).norm(dim=1).max()
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, math.inf, "1"])
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.inf, "1", True])
 def test_what_max_grad_norm_may_be(norm):
     with pytest.raises(ValueError, match="table 'a': max_grad_norm must be finite and > 0, or None, got"):
         nk.EmbeddingBagConfig(10, 4, "a", max_grad_norm=norm)
@@ -180,6 +180,8 @@ def test_one_scheduler_reaches_every_table():
     assert model["a"].sparse_optimizer.param_groups[0]["lr"] == 0.25
     rates.step()
     rates.zero_grad()
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; keep its state_dict\(\)"):
+        copy.deepcopy(rates)
     with pytest.raises(ValueError, match="none can be added"):
         rates.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(ValueError, match=r"no embedding module with an optimizer; call nk.convert"):

@@ -71,8 +71,10 @@ def _join(parts: list[Any], sizes: list[int], path: Path) -> Any:
         return type(first)(keys=list(first.keys()), length_per_key=list(first.length_per_key()), values=values)
     if _are_pairs(parts):
         lengths = [pair_lengths(part[0], part[1], size) for part, size in zip(parts, sizes)]
+        if any(one is not None for one in lengths):  # then those are, too, that have as many values as starts
+            lengths = [_lengths_of_starts(part) if one is None else one for part, one in zip(parts, lengths)]
         found = [one for one in lengths if one is not None]
-        if len(found) == len(parts):
+        if len(found) == len(parts) and [len(one) for one in found] == sizes:
             return _join_pairs(parts, found)
     if _per_sample(parts, sizes):
         return type(first)([item for part in parts for item in part])
@@ -118,7 +120,15 @@ def _join_pairs(parts: list[Any], lengths: list[Tensor]) -> Any:
     first = parts[0]
     if first[1].numel() == lengths[0].numel():  # starts alone
         bounds = bounds[:-1].clone()
-    return type(first)([torch.cat([part[0] for part in parts]), bounds.to(first[1].dtype)])
+    values = [part[0][: int(one.sum())] for part, one in zip(parts, lengths)]  # what follows the last end is no one's
+    return type(first)([torch.cat(values), bounds.to(first[1].dtype)])
+
+
+def _lengths_of_starts(pair: Any) -> Tensor | None:
+    values, starts = pair
+    if starts.dim() != 1:
+        return None
+    return pair_lengths(values, torch.cat([starts, starts.new_tensor([values.numel()])]), starts.numel())
 
 
 def _are_pairs(parts: list[Any]) -> bool:

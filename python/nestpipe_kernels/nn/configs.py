@@ -159,7 +159,8 @@ class TableConfig:
 
     def _validate_clipping(self, where: str) -> None:
         norm = self.max_grad_norm
-        if norm is not None and not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
+        number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (number and math.isfinite(norm) and norm > 0):
             raise ValueError(f"{where}: max_grad_norm must be finite and > 0, or None, got {norm!r}")
 
     def _validate_padding(self, where: str) -> None:

@@ -64,6 +64,13 @@ class _OfModel(SparseOptimizerGroup):
         if not any(param_group is group for group in self.param_groups):
             raise ValueError("sparse_optimizer: groups are those of the model's tables; none can be added")
 
+    def __reduce__(self) -> Any:
+        """Raises TypeError: the groups are those of the model's tables, which a copy would lose."""
+        raise TypeError(
+            "sparse_optimizer: cannot be copied or pickled; keep its state_dict(), and call nk.sparse_optimizer(model) "
+            "for another model"
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.param_groups = state.pop("param_groups", [])
         super().__setstate__(state)

@@ -21,10 +21,12 @@ def loss_scale(scaler: Any) -> LossScale | None:
     """None where there is no scaler, or one that is not enabled.
 
     Raises:
-        TypeError: no GradScaler.
+        TypeError: no GradScaler, or the class itself.
     """
     if scaler is None:
         return None
+    if isinstance(scaler, type):
+        raise TypeError(f"NestedPipeline: grad_scaler must be a GradScaler, got the class {scaler.__name__}; make one")
     missing = [name for name in _METHODS if not callable(getattr(scaler, name, None))]
     if missing:
         raise TypeError(
