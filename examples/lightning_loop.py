@@ -3,8 +3,11 @@
 python examples/lightning_loop.py --plain     the module as it was
 python examples/lightning_loop.py             with the lines marked "changed"
 
-Two lines change, in `main`; `Pipelined` is the same for every module. Lightning counts, logs, validates and calls
-callbacks as before; the pipeline draws the batches, and steps the dense optimizer through Lightning's wrapper of it.
+Two lines change, in `main`; `Pipelined` is the same for every module that has a `net` and optimizes by hand. Lightning
+counts, logs, validates and calls callbacks as before; the pipeline draws the batches, and steps the dense optimizer
+through Lightning's wrapper of it. Schedulers are stepped by hand, too; Lightning's files hold the tables' rows but not
+the states of their optimizers, which nk.checkpoint.save does. From the second epoch on Lightning alone shuffles in
+another order, as it makes one iterator more.
 """
 
 from __future__ import annotations

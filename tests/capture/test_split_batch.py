@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nestpipe_kernels.capture import batch_size_of, split
+from nestpipe_kernels.capture.split import check_size
 from nestpipe_kernels.capture.tree import walk
 from nestpipe_kernels.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -305,3 +306,29 @@ def test_split_batch_is_used_and_counted() -> None:
         split(batch, PARTS, split_batch=lambda b, indices: [b])
     with pytest.raises(ValueError, match=r"split_batch must return a list of 3 micro-batches, got NoneType"):
         split(batch, PARTS, split_batch=lambda b, indices: None)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("values", [3, 4, 5, 6])
+def test_a_pair_may_come_first_whatever_its_number_of_values(values: int) -> None:
+    """As many values as offsets look like two columns of one more sample than the label has."""
+    offsets = torch.tensor([0, 1, 1, 2, values])
+    batch = {"bag": (torch.arange(values), offsets), "label": torch.arange(4)}
+    assert batch_size_of(batch) == 4
+    first, second = split(batch, [torch.tensor([0, 3]), torch.tensor([1, 2])])
+    assert first["bag"][1].tolist() == [0, 1, values - 1] and first["label"].tolist() == [0, 3]
+    assert second["bag"][1].tolist() == [0, 0, 1]
+
+
+def test_two_columns_stay_two_columns() -> None:
+    batch = {"ids": (torch.tensor([0, 1, 2, 3, 4]), torch.tensor([0, 1, 1, 2, 5])), "label": torch.arange(5)}
+    assert batch_size_of(batch) == 5
+    assert batch_size_of((torch.tensor([0, 1]), torch.tensor([0, 2]))) == 2
+
+
+def test_with_a_function_that_splits_the_size_must_be_certain() -> None:
+    batch = {"weights": torch.ones(3), "ids": torch.arange(32), "label": torch.zeros(32)}
+    with pytest.raises(ValueError, match="batch_size") as error:
+        check_size(batch, batch_size_of(batch))
+    assert "batch['weights'] has 3, batch['ids'] has 32, batch['label'] has 32" in str(error.value)
+    check_size({**batch, "batch_size": 32}, 32)
+    check_size({"ids": torch.arange(32), "label": torch.zeros(32), "scale": torch.tensor(1.0)}, 32)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nestpipe_kernels import UNBOUNDED, EmbeddingBagCollection, EmbeddingBagConfig, init, optim
+from nestpipe_kernels.nn.convert import convert
 from nestpipe_kernels.pipeline.facts import first_difference
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.testing.scenario import Scenario, TableChoice
@@ -154,3 +155,24 @@ def test_long_values_are_shown_where_they_differ() -> None:
     assert theirs == "..." + "x" * 20 + "2"
     assert first_difference("tables", {"a": long}, {}) == ("a", long[:120] + "...", "none")
     assert first_difference("tables", {}, {"b": "1"}) == ("b", "none", "1")
+
+
+def test_weights_that_differ_between_ranks_are_told_and_not_mixed() -> None:
+    class Plain(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.user = nn.Embedding(10, 4)
+            self.user.weight.data.fill_(value)
+
+    def body(rank: int, communicator: Any, value: float) -> str:
+        model = Plain(value)
+        convert(model, optim.SGD(lr=0.1), process_group=communicator)
+        try:
+            NestedPipeline(model, loss_fn=lambda m, b: (m.user(b).sum(), None)).close()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    found = run_ranks_as_threads(2, lambda rank, c: body(rank, c, float(rank)), timeout_s=20.0)
+    assert all("ranks disagree on digest of the initial weight of 'user': rank" in one for one in found), found
+    assert run_ranks_as_threads(2, lambda rank, c: body(rank, c, 1.0), timeout_s=20.0) == ["", ""]

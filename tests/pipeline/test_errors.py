@@ -418,8 +418,8 @@ def test_a_model_without_tables_in_stores(model):
     with pytest.raises(ValueError) as caught:
         NestedPipeline(model)
     assert str(caught.value) == (
-        "NestedPipeline: the model has no embedding module with an optimizer; build EmbeddingBagCollection(tables, "
-        "optimizer=nestpipe_kernels.optim.RowWiseAdagrad(lr=...))"
+        "NestedPipeline: the model has no embedding module with an optimizer; call nk.convert(model, "
+        "nk.optim.RowWiseAdagrad(lr=...)) first, or build EmbeddingBagCollection(tables, optimizer=...)"
     )
 
 

@@ -32,7 +32,7 @@ from nestpipe_kernels.capture.tree import (
 )
 from nestpipe_kernels.jagged import bag_positions
 
-__all__ = ["SplitBatch", "batch_size_of", "split"]
+__all__ = ["SplitBatch", "batch_size_of", "check_size", "split"]
 
 SplitBatch = Callable[[Any, list[Tensor]], list[Any]]
 """A user's own `split_batch(batch, indices) -> one micro-batch per entry of indices`."""
@@ -57,6 +57,8 @@ def batch_size_of(batch: Any) -> int:
         return int(batch.batch_size)
     plain: int | None = None
     pair: int | None = None
+    looks_plain: list[tuple[Path, Tensor, Tensor]] = []
+    rows: list[tuple[Path, int]] = []
     inside_pairs: list[Path] = []
     for path, value in walk(batch, _cycle):
         if is_keyed_jagged(value):
@@ -68,10 +70,15 @@ def batch_size_of(batch: Any) -> int:
             if lengths is not None:
                 inside_pairs.append(path)
                 pair = lengths.numel() if pair is None else pair
+        elif _is_pair_shaped(value):
+            looks_plain.append((path, value[0], value[1]))
         if plain is None and is_jagged(value):
             plain = num_bags(value)
         if plain is None and isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
             plain = int(value.shape[0])
+        if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
+            rows.append((path, int(value.shape[0])))
+    plain = _size_of_others(looks_plain, rows, plain)
     size = plain if plain is not None else pair
     if size is None:
         raise ValueError(
@@ -79,6 +86,42 @@ def batch_size_of(batch: Any) -> int:
             f"{type(batch).__name__} without any; return tensors from the loader, or give the batch an int `batch_size`"
         )
     return size
+
+
+def _size_of_others(pairs: Sequence[tuple[Path, Tensor, Tensor]], rows: Sequence[tuple[Path, int]], plain: Any) -> Any:
+    """What the batch's other tensors say where two of one length may be columns of samples or (values, offsets) with as
+    many values as samples + 1: the size, if all others have it and the offsets fit; else `plain`."""
+    inside = [path for path, _, _ in pairs]
+    others = {count for path, count in rows if path[:-1] not in inside}
+    if len(others) != 1:
+        return plain
+    (size,) = others
+    fits = [pair_lengths(values, offsets, size) is not None for _, values, offsets in pairs if len(offsets) == size + 1]
+    return size if fits and all(fits) else plain
+
+
+def check_size(batch: Any, size: int) -> None:
+    """Where a function splits batches, that nothing in one contradicts its size.
+
+    Raises:
+        ValueError: tensors have different numbers of rows, and neither an int `batch_size` nor a KeyedJaggedTensor says
+            which of them are samples.
+    """
+    named = any(step.name == "batch_size" and type(child) is int for step, child in children(batch) or ())
+    if named or (not isinstance(batch, dict) and type(getattr(batch, "batch_size", None)) is int):
+        return
+    found: dict[str, int] = {}
+    for path, value in walk(batch, _cycle):
+        if is_keyed_jagged(value):
+            return
+        if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
+            found[format_path(path)] = int(value.shape[0])
+    if len(set(found.values())) > 1:
+        shown = ", ".join(f"{name} has {count}" for name, count in list(found.items())[:4])
+        raise ValueError(
+            f"split: with split_batch the number of samples must be certain, but tensors have different numbers "
+            f"of rows ({shown}); put an int `batch_size` into the batch ({size} would be taken)"
+        )
 
 
 def split(batch: Any, indices: Sequence[Tensor], split_batch: SplitBatch | None = None) -> list[Any]:

@@ -7,6 +7,7 @@ to a pipeline. Reading `weight` in a step is a lookup of all ids, so its gradien
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,7 @@ class TableModule(Collection):
         self.padding_idx = padding
         self.origin: tuple[nn.Module, ...] = ()
         """The module that this one stands for, where nk.convert made it."""
+        self.start_digest: str | None = None  # CRC-32 of the rows given at the start: ranks must have the same
         self._lender: tuple[TableModule, ...] = ()  # in a tuple, so that it is no submodule
         self._table = 0
         """Index of the table in its store."""
@@ -139,7 +141,9 @@ class TableModule(Collection):
             if self.padding_idx is not None:
                 weight[self.padding_idx] = 0
         if weight is not None:
-            self._sparse.write(config.name, weight.detach().cpu())
+            rows = weight.detach().cpu().contiguous()
+            self.start_digest = f"{zlib.crc32(rows.view(torch.uint8).numpy().data):08x}"
+            self._sparse.write(config.name, rows)
         elif self.padding_idx is not None and not config.is_open:
             self._write_padding(config, self._sparse)
 

@@ -48,6 +48,7 @@ def common_facts(rank: RankState, config: PipelineConfig) -> Facts:
     return {
         **{name: {name: str(value)} for name, value in settings.items()},
         "embedding tables": tables,
+        "initial rows": _initial_rows(rank),
         "dense parameters": dense,
         "the dense optimizer": _optimizer(rank.dense_optimizer),
     }
@@ -61,6 +62,12 @@ def _pooling(rank: RankState) -> str:
         if pooled
     ]
     return ("auto: " if rank.owner_pooling_auto else "") + (", ".join(map(repr, features)) or "none")
+
+
+def _initial_rows(rank: RankState) -> dict[str, str]:
+    """Of modules that were given whole tables, of which each rank keeps its rows: what it was given."""
+    digests = {name: getattr(module, "start_digest", None) for name, module in rank.modules.items()}
+    return {f"digest of the initial weight of {name!r}": str(digest) for name, digest in digests.items() if digest}
 
 
 def _rates(binding: StoreBinding) -> list[str]:

@@ -101,8 +101,8 @@ class NestedPipeline:
         modules = {name: module for name, module in found.items() if module.row_stores()}
         if not modules:
             raise ValueError(
-                "NestedPipeline: the model has no embedding module with an optimizer; build "
-                "EmbeddingBagCollection(tables, optimizer=nestpipe_kernels.optim.RowWiseAdagrad(lr=...))"
+                "NestedPipeline: the model has no embedding module with an optimizer; call nk.convert(model, "
+                "nk.optim.RowWiseAdagrad(lr=...)) first, or build EmbeddingBagCollection(tables, optimizer=...)"
             )
         for name, module in modules.items():
             if module.before_outside_access is not None:

@@ -77,9 +77,11 @@ def copy(rank: RankState, batch: BatchState, micro: int) -> None:
 def _take(rank: RankState, batch: BatchState, raw: Any, own: bool) -> None:
     """Note a batch and its size; `own`: nobody else writes its tensors. The first one with samples is captured: on the
     thread that runs the model, whoever calls this."""
-    from ..capture.split import batch_size_of, split
+    from ..capture.split import batch_size_of, check_size, split
 
     batch.size = batch_size_of(raw)
+    if rank.split_batch is not None:
+        check_size(raw, batch.size)
     if not batch.size:
         return
     batch.raw = raw if own else split(raw, [torch.arange(batch.size)], rank.split_batch)[0]
