@@ -88,6 +88,8 @@ class NestedPipeline:
         self.config = config = PipelineConfig() if config is None else config
         if not isinstance(config, PipelineConfig):
             raise TypeError(f"NestedPipeline: config must be a PipelineConfig, got {type(config).__name__}")
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"NestedPipeline: model must be a torch.nn.Module, got {type(model).__name__}")
         check_optimizer(dense_optimizer)
         self._loss_scale = loss_scale(grad_scaler)
         self._replicas = replicas_in(model)
