@@ -408,11 +408,14 @@ def test_a_parameter_with_a_sparse_gradient_is_named():
     ],
 )
 def test_arguments_of_another_kind(arguments, text):
-    with pytest.raises(TypeError, match=r"NestedPipeline: model must be a torch\.nn\.Module, got NoneType"):
-        NestedPipeline(None, **arguments)
     with pytest.raises(TypeError) as caught:
         NestedPipeline(Recommender(), **arguments)
     assert str(caught.value) == f"NestedPipeline: {text}"
+
+
+def test_a_model_that_is_none():
+    with pytest.raises(TypeError, match=r"NestedPipeline: model must be a torch\.nn\.Module, got NoneType"):
+        NestedPipeline(None)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 1), EmbeddingBagCollection(fixed_tables())], ids=["none", "parameters"])
