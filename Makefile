@@ -70,7 +70,7 @@ lint: build
 sanitize: build
 	@for kind in address,undefined thread; do \
 	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DNESTPIPE_PYTHON=OFF -DNESTPIPE_CUDA=OFF -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=$$kind > /dev/null && \
 	  $(BIN)/cmake --build build/sanitize-$$kind -j $(JOBS) && \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $(BIN)/ctest --test-dir build/sanitize-$$kind -j $(JOBS) --output-on-failure || exit 1; \
@@ -81,7 +81,7 @@ AARCH64_TESTS ?= test_golden test_rows test_keys test_key_index
 aarch64: build
 	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
-	  -DNESTPIPE_PYTHON=OFF -DNESTPIPE_TESTS=ON > /dev/null
+	  -DNESTPIPE_PYTHON=OFF -DNESTPIPE_CUDA=OFF -DNESTPIPE_TESTS=ON > /dev/null
 	$(BIN)/cmake --build build/aarch64 -j $(JOBS) --target $(AARCH64_TESTS)
 	for name in $(AARCH64_TESTS); do qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/cpp/$$name || exit 1; done
 

@@ -1,4 +1,4 @@
-# The pybind11 module. It links neither libtorch nor CUDA: one wheel serves every torch release.
+# The pybind11 modules. They link neither libtorch nor a CUDA library that is not in them: one wheel serves every torch release.
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 find_package(pybind11 CONFIG REQUIRED)
 
@@ -7,3 +7,11 @@ file(GLOB NESTPIPE_BINDINGS CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/
 pybind11_add_module(_core MODULE NO_EXTRAS ${NESTPIPE_BINDINGS})
 target_link_libraries(_core PRIVATE nestpipe_core)
 install(TARGETS _core DESTINATION nestpipe_kernels)
+
+if(TARGET nestpipe_cuda)
+  file(GLOB NESTPIPE_CUDA_BINDINGS CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/cuda/*.cpp)
+  pybind11_add_module(_cuda MODULE NO_EXTRAS ${NESTPIPE_CUDA_BINDINGS})
+  target_link_libraries(_cuda PRIVATE nestpipe_cuda)
+  set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  install(TARGETS _cuda DESTINATION nestpipe_kernels)
+endif()

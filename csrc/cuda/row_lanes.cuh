@@ -26,7 +26,8 @@ inline dim3 row_block(std::int64_t units) {
   return dim3(lanes, kRowThreads / lanes);
 }
 
-// Chosen rows of a matrix: index[j] for j < size, each in [0, num_rows).
+// Chosen rows of a matrix: index[j] for j < size, each in [0, num_rows). Without a bad_position
+// they have been checked.
 struct ChosenRows {
   const std::int64_t* index;
   std::int64_t size, num_rows;
@@ -42,7 +43,7 @@ __device__ __forceinline__ std::int64_t chosen_position() {
 __device__ __forceinline__ std::int64_t chosen_row(const ChosenRows& chosen, std::int64_t j) {
   const std::int64_t row = chosen.index[j];
   if (row >= 0 && row < chosen.num_rows) return row;
-  if (threadIdx.x == 0) {  // -1 is the largest unsigned number
+  if (threadIdx.x == 0 && chosen.bad_position != nullptr) {  // -1 is the largest unsigned number
     atomicMin(reinterpret_cast<unsigned long long*>(chosen.bad_position),
               static_cast<unsigned long long>(j));
   }

@@ -1,9 +1,10 @@
-"""Loads the native extension `_core` at first use; the only module that imports it."""
+"""Loads the native extensions `_core` and `_cuda` at first use; the only module that imports them."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import platform
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from .config import default_threads
 
-__all__ = ["ABI_VERSION", "core", "import_extension"]
+__all__ = ["ABI_VERSION", "core", "cuda", "import_extension", "kernels", "use_kernels"]
 
 ABI_VERSION = 15
 """What `_core.abi_version` must be: csrc/include/nestpipe/abi.h."""
@@ -28,6 +29,39 @@ def core() -> Any:
     module = import_extension("nestpipe_kernels._core")
     module.set_num_threads(default_threads())
     return module
+
+
+@functools.cache
+def cuda() -> Any:
+    """The extension of CUDA kernels, or None where this installation has none: CPU wheels do not.
+
+    Loading needs neither a GPU nor a driver. Raises ImportError as `core` for one that does not fit.
+    """
+    if importlib.util.find_spec("nestpipe_kernels._cuda") is None:
+        return None
+    return import_extension("nestpipe_kernels._cuda")
+
+
+_KERNELS: dict[str, Any] = {}
+"""What `use_kernels` has set."""
+
+
+def kernels(device_type: str) -> Any:
+    """The module of native kernels for tensors of a device type ("cuda"), or None: there are none."""
+    if device_type in _KERNELS:
+        return _KERNELS[device_type]
+    return cuda() if device_type == "cuda" else None
+
+
+def use_kernels(device_type: str, module: Any) -> None:
+    """Let tensors of a device type use another module of kernels: for tests, which run CUDA's on the CPU.
+
+    None: as if nothing had been set.
+    """
+    if module is None:
+        _KERNELS.pop(device_type, None)
+    else:
+        _KERNELS[device_type] = module
 
 
 def import_extension(name: str) -> Any:

@@ -408,3 +408,10 @@ void run(const std::function<void()>& body, dim3 grid, dim3 block, std::size_t s
 }
 
 }  // namespace emulated_cuda
+
+// For ctypes: the schedule of launches to come.
+extern "C" __attribute__((visibility("default"))) void set_schedule(std::uint64_t seed,
+                                                                    int resident_blocks,
+                                                                    int yield_percent) {
+  emulated_cuda::schedule() = {seed, resident_blocks, yield_percent};
+}

@@ -2,8 +2,8 @@
 //
 // Every operation takes the CPU operation's arguments with pointers to device memory. An index out
 // of range is skipped, and the smallest j with one is left in *bad_position (device memory; the
-// caller sets it to -1 before). That targets are distinct is the caller's word. Nothing
-// synchronizes.
+// caller sets it to -1 before), unless that is null. That targets are distinct is the caller's
+// word. Nothing synchronizes.
 #pragma once
 
 #include <cstdint>

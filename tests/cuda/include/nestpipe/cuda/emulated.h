@@ -21,6 +21,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #define __global__
@@ -159,6 +161,18 @@ unsigned __match_any_sync(unsigned mask, T value) {
     if ((mask >> lane & 1u) != 0 && values[lane] == word) same |= 1u << lane;
   }
   return same;
+}
+
+// One device, which is there.
+enum cudaError_t { cudaSuccess, cudaErrorInvalidDevice };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid device ordinal"; }
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 0, cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
