@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -101,15 +100,6 @@ std::int64_t state_floats(const UpdateSettings& settings, std::int64_t dim) {
   }
   throw std::invalid_argument("row_update: unknown update rule " +
                               std::to_string(static_cast<std::int32_t>(settings.rule)));
-}
-
-double integer_power(double base, std::int64_t exponent) {
-  double power = 1.0;
-  for (; exponent > 0; exponent >>= 1) {
-    if ((exponent & 1) != 0) power *= base;
-    base *= base;
-  }
-  return power;
 }
 
 void row_update(const UpdateArguments& a, const UpdateSettings& s) {

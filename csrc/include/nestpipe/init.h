@@ -27,11 +27,12 @@ struct Initializer {
 // full-period step.
 constexpr std::uint64_t kWordStep = 0x9E3779B97F4A7C15ull;
 
-inline std::uint64_t value_stream(std::uint64_t seed, std::uint64_t table_hash, std::int64_t key) {
+NESTPIPE_HOST_DEVICE inline std::uint64_t value_stream(std::uint64_t seed, std::uint64_t table_hash,
+                                                       std::int64_t key) {
   return mix64(mix64(seed + kWordStep) + hash_key(table_hash, key));
 }
 
-inline std::uint64_t value_word(std::uint64_t stream, std::int64_t element) {
+NESTPIPE_HOST_DEVICE inline std::uint64_t value_word(std::uint64_t stream, std::int64_t element) {
   return mix64(stream + (static_cast<std::uint64_t>(element) + 1) * kWordStep);
 }
 

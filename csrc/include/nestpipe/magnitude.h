@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "nestpipe/host_device.h"
+
 namespace nestpipe {
 
 // Those of a NaN are above those of infinity.
-inline std::int32_t magnitude(float value) {
+NESTPIPE_HOST_DEVICE inline std::int32_t magnitude(float value) {
   std::int32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits & 0x7FFFFFFF;

@@ -41,7 +41,7 @@ NESTPIPE_HOST_DEVICE inline float bfloat16_to_float(std::uint16_t half) {
 }
 
 // NaN keeps its sign and its leading bits, and is quiet.
-inline std::uint16_t float_to_bfloat16(float value) {
+NESTPIPE_HOST_DEVICE inline std::uint16_t float_to_bfloat16(float value) {
   const std::uint32_t bits = float_bits(value);
   const std::uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const std::uint32_t nan = (bits >> 16) | 0x40u;
@@ -61,7 +61,7 @@ NESTPIPE_HOST_DEVICE inline float float16_to_float(std::uint16_t half) {
 }
 
 // From 65520 on: infinity. NaN keeps its sign and its leading bits, and is quiet.
-inline std::uint16_t float_to_float16(float value) {
+NESTPIPE_HOST_DEVICE inline std::uint16_t float_to_float16(float value) {
   constexpr std::uint32_t kMagic = 126u << 23;  // 0.5, whose last place is 2^-24
   const std::uint32_t all = float_bits(value);
   const std::uint32_t bits = all & 0x7FFFFFFFu;
@@ -73,14 +73,53 @@ inline std::uint16_t float_to_float16(float value) {
                                     (all >> 16 & 0x8000u));
 }
 
-// The element's stream of random words: word e belongs to element e.
-std::uint64_t rounding_stream(std::uint64_t seed, std::uint64_t table_hash, std::int64_t key,
-                              std::int64_t step);
+// The element's stream of random words: word e belongs to element e. The seed is changed, so that
+// these are not the words of initial values.
+NESTPIPE_HOST_DEVICE inline std::uint64_t rounding_stream(std::uint64_t seed,
+                                                          std::uint64_t table_hash,
+                                                          std::int64_t key, std::int64_t step) {
+  constexpr std::uint64_t kRounding = 0xD1B54A32D192ED03ull;
+  return mix64(value_stream(seed ^ kRounding, table_hash, key) + static_cast<std::uint64_t>(step));
+}
+
+// The kept part of bits after `dropped` low bits (1 to 63) were rounded with the high bits of word.
+NESTPIPE_HOST_DEVICE inline std::uint64_t round_up_at_random(std::uint64_t bits, int dropped,
+                                                             std::uint64_t word) {
+  return (bits + (word >> (64 - dropped))) >> dropped;
+}
 
 // Stochastic rounding with the high bits of `word`. NaN and infinities, and values that rounding
 // to nearest makes infinite, become what that makes of them; no other value becomes infinite.
-std::uint16_t float_to_bfloat16(float value, std::uint64_t word);
-std::uint16_t float_to_float16(float value, std::uint64_t word);
+NESTPIPE_HOST_DEVICE inline std::uint16_t float_to_bfloat16(float value, std::uint64_t word) {
+  constexpr std::uint16_t kInfinity = 0x7F80;
+  const std::uint16_t nearest = float_to_bfloat16(value);
+  if ((nearest & 0x7FFF) >= kInfinity) return nearest;
+  const std::uint32_t all = float_bits(value);
+  std::uint64_t kept = round_up_at_random(all & 0x7FFFFFFFu, 16, word);
+  if (kept >= kInfinity) kept = kInfinity - 1;
+  return static_cast<std::uint16_t>(kept | (all >> 16 & 0x8000u));
+}
+
+NESTPIPE_HOST_DEVICE inline std::uint16_t float_to_float16(float value, std::uint64_t word) {
+  constexpr std::uint16_t kInfinity = 0x7C00;
+  const std::uint16_t nearest = float_to_float16(value);
+  if ((nearest & 0x7FFF) >= kInfinity) return nearest;
+  const std::uint32_t all = float_bits(value);
+  const std::uint32_t bits = all & 0x7FFFFFFFu;
+  std::uint64_t kept;
+  if (bits >= (113u << 23)) {
+    kept = round_up_at_random(bits - (112u << 23), 13, word);
+    if (kept >= kInfinity) kept = kInfinity - 1;
+  } else {
+    // Below 2^-14 the last place is 2^-24: more bits of the mantissa are dropped. Values below
+    // 2^-64 would round up with a chance below 2^-40; they become zero.
+    const int exponent = bits >> 23 == 0 ? 1 : static_cast<int>(bits >> 23);
+    const std::uint64_t mantissa = (bits & 0x7FFFFFu) | (bits >> 23 == 0 ? 0u : 1u << 23);
+    const int dropped = 126 - exponent;
+    kept = dropped < 64 ? round_up_at_random(mantissa, dropped, word) : 0;
+  }
+  return static_cast<std::uint16_t>(kept | (all >> 16 & 0x8000u));
+}
 
 // What the random bits of rows depend on beside the elements. keys null: round to nearest.
 struct RandomRounding {
@@ -90,7 +129,7 @@ struct RandomRounding {
   const std::uint64_t* table_seeds = nullptr;   // [number of tables]
   std::int64_t step = 0;
 
-  std::uint64_t stream(std::int64_t row) const {
+  NESTPIPE_HOST_DEVICE std::uint64_t stream(std::int64_t row) const {
     const std::int32_t table = tables[row];
     return rounding_stream(table_seeds[table], table_hashes[table], keys[row], step);
   }

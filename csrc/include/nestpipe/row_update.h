@@ -6,9 +6,11 @@
 // computed in double and rounded once. The rules themselves are in csrc/optim/update_rules.inc.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 
+#include "nestpipe/host_device.h"
 #include "nestpipe/row_storage.h"
 
 namespace nestpipe {
@@ -64,7 +66,38 @@ struct UpdateArguments {
 std::int64_t state_floats(const UpdateSettings& settings, std::int64_t dim);
 
 // base ** exponent by squaring, exponent >= 0: the same bits everywhere, unlike libm's pow.
-double integer_power(double base, std::int64_t exponent);
+NESTPIPE_HOST_DEVICE inline double integer_power(double base, std::int64_t exponent) {
+  double power = 1.0;
+  for (; exponent > 0; exponent >>= 1) {
+    if ((exponent & 1) != 0) power *= base;
+    base *= base;
+  }
+  return power;
+}
+
+// What divides out that moments start at 0, at update t: 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
+// and, for rules whose eps is added to the uncorrected root, both in one.
+struct BiasFactors {
+  float first;
+  float second;
+  float both;
+
+  NESTPIPE_HOST_DEVICE BiasFactors(double beta1, double beta2, std::int64_t t) {
+    const double one = 1.0 - integer_power(beta1, t);
+    const double root = std::sqrt(1.0 - integer_power(beta2, t));
+    first = static_cast<float>(1.0 / one);
+    second = static_cast<float>(1.0 / root);
+    both = static_cast<float>(root / one);
+  }
+};
+
+// FTRL: a smaller learning rate moves nothing, as its reciprocal could overflow.
+constexpr float kSmallestFtrlRate = 0x1p-100f;
+
+// A row's count after one more update. It stops at the largest int32.
+NESTPIPE_HOST_DEVICE inline std::int32_t counted(std::int32_t updates) {
+  return updates < 0x7FFFFFFF ? updates + 1 : updates;
+}
 
 // Updates every row whose mask is not 0 and adds 1 to its `updates` (which stops at the largest
 // int32).
