@@ -63,6 +63,21 @@ def _missing(in_ci: str, reason: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
+def emulated_objects(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> list[Path]:
+    """Object files of the extension of CUDA kernels for the CPU, the emulator included: once for all test processes."""
+    import emulated_cuda
+
+    own = tmp_path_factory.getbasetemp()
+    return emulated_cuda.build((own if worker_id == "master" else own.parent) / "emulated_cuda")
+
+
+@pytest.fixture(scope="session")
+def emulated_library(emulated_objects: list[Path]) -> Path:
+    """They linked, as a Python extension."""
+    return emulated_objects[0].with_name("_cuda.so")
+
+
+@pytest.fixture(scope="session")
 def criteo_sample() -> Path:
     """200 rows of Criteo, CSV with a header (NESTPIPE_TEST_DATA/criteo_sample.txt)."""
     return _from_environment("NESTPIPE_TEST_DATA", "criteo_sample.txt")

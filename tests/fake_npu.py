@@ -31,6 +31,8 @@ class Stream:
     """A queue of work that runs when somebody waits for it."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.cuda_stream = 0
+        """As the address of a CUDA stream, for kernels that `use_kernels` puts into the current one."""
         self._queue: deque[Callable[[], None]] = deque()
         self._entered = 0
         self._left = 0
@@ -158,6 +160,8 @@ class _Block:
                 event.synchronize()
             if storage.nbytes():
                 torch.tensor([], dtype=torch.uint8).set_(storage).fill_(255)
+                if KERNELS:  # they hold addresses: what they still read is rubbish, but memory
+                    _KEPT.append(torch.tensor([], dtype=torch.uint8).set_(storage))
 
         if storage.nbytes():
             self.home.enter(use_again)
@@ -178,6 +182,9 @@ class NpuTensor(torch.Tensor):
         made.data_ = data
         made.block = block or _Block(data)
         return made
+
+    def data_ptr(self) -> int:
+        return self.data_.data_ptr()
 
     def record_stream(self, user: Stream) -> None:  # type: ignore[override]
         self.block.users.add(user)
@@ -298,6 +305,37 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _map(NpuTensor.make, results)
 
 
+KERNELS: list[Any] = []
+"""The extension of CUDA kernels that the device uses; none: plain PyTorch."""
+
+
+USED: set[str] = set()
+"""Names of those that have been called."""
+
+
+class _Kernels:
+    """That extension: its operations enter the current stream's queue."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(KERNELS[0], name)
+        if name.endswith("_work_bytes"):
+            return function
+
+        def enter(*arguments: Any) -> None:
+            USED.add(name)
+            current_stream().enter(lambda: function(*arguments))
+
+        return enter
+
+
+def use_kernels(module: Any) -> None:
+    """Let the device use CUDA's kernels (the extension `_cuda`, compiled for the CPU) in this process from now on."""
+    from nestpipe_kernels import _native
+
+    KERNELS[:] = [module]
+    _native.use_kernels("npu", _Kernels())
+
+
 def _flat(values: Any) -> list[Any]:
     return list(values) if isinstance(values, (tuple, list)) else [values]
 
@@ -389,6 +427,9 @@ def install() -> None:
     package.npu = module
     package.__version__ = "stand-in"
     sys.modules["torch_npu"] = package
+    from nestpipe_kernels.device import backend
+
+    backend.pinned_memory = pinned
     library = torch.library.Library("aten", "IMPL")
     _KEPT_LIBRARY.append(library)
 

@@ -97,7 +97,7 @@ class PipelineConfig:
         lower_caller_priority: on Linux, the thread that calls `progress()` gets a lower priority (niceness + 5) than
             the lanes and the network's threads, so that a model which keeps all cores busy does not keep exchanges
             waiting. It stays so until `close()`, and after it where the system does not permit a thread to go back.
-        device: where the dense model and the rows of a batch are: "cpu", "npu" or "npu:<number>" (docs/npu.md). None:
+        device: where the dense model and the rows of a batch are: "cpu", "cuda", "npu" or "cuda:<number>" (docs/accelerators.md). None:
             where the dense parameters are.
     """
 
@@ -156,7 +156,7 @@ class PipelineConfig:
         if self.fetch is not None and not callable(self.fetch):
             raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
         if self.device is not None and not isinstance(self.device, str):
-            raise TypeError(f"device must be a string ('cpu', 'npu', 'npu:1') or None, got {self.device!r}")
+            raise TypeError(f"device must be a string ('cpu', 'cuda', 'npu', 'cuda:1') or None, got {self.device!r}")
         for name in ("sparse_inputs", "split_batch"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -1,27 +1,15 @@
-"""The compiled CUDA sources, once per test process."""
+"""The extension of CUDA kernels on the CPU, under several orders of threads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import emulated_cuda as emulated
 import pytest
+
 from emulated_cuda import EmulatedCuda
 
 SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 9))]
-
-
-@pytest.fixture(scope="session")
-def emulated_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Object files of the extension, the emulator included."""
-    return emulated.build(tmp_path_factory.mktemp("emulated_cuda"))
-
-
-@pytest.fixture(scope="session")
-def emulated_library(emulated_objects: list[Path]) -> Path:
-    """They linked, as a Python extension."""
-    return emulated.link(emulated_objects, emulated_objects[0].with_name("_cuda.so"), "-shared")
 
 
 @pytest.fixture(scope="session")

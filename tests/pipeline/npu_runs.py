@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from policy_cases import bounded
 from torch import nn
 
+import emulated_cuda
 import fake_hccl
 import fake_npu
 import nestpipe_kernels as nk
@@ -23,6 +25,7 @@ from nestpipe_kernels.device import StreamLane, backend_for
 from nestpipe_kernels.device.backend import DeviceEvent
 from nestpipe_kernels.errors import CommunicationError, NonFiniteGradientError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
+from nestpipe_kernels.stages import host_rows
 from nestpipe_kernels.testing.explorer import Outcome
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import (
@@ -34,12 +37,31 @@ from nestpipe_kernels.testing.threads import (
 
 LIMIT_S = 60.0
 ALONE = Scenario(world_size=1, batches=8, uneven=False, noise=False)
+DAMAGED = Scenario(world_size=1, batches=4, uneven=False, samples=6, num_keys=20, seed=2)
+"""What `compare_damaged` is tried on."""
 
 
 def compare(scenario: Scenario, schedule: str) -> str:
     """How a run on the device, ranks as threads, differs from `sequential` on the CPU."""
     fake_npu.install()
     return run_scenario(scenario, "sequential").difference(run_scenario(scenario, schedule, "npu"))
+
+
+def compare_on(device: str, scenario: Scenario, schedule: str) -> str:
+    """How a run on a device, ranks as threads, differs from `sequential` there: its dense model has bits of its own."""
+    return run_scenario(scenario, "sequential", device).difference(run_scenario(scenario, schedule, device))
+
+
+def use_cuda_kernels(library: str) -> None:
+    """Let the device of this process use CUDA's kernels, and rows cross in many small chunks."""
+    fake_npu.install()
+    fake_npu.use_kernels(emulated_cuda.load(Path(library)))
+    host_rows.CHUNK_BYTES = 256
+
+
+def kernels_used() -> set[str]:
+    """Names of all that have run so far."""
+    return set(fake_npu.USED)
 
 
 def _one_lane_unordered(lane: Any, item: Any) -> Any:
@@ -55,8 +77,8 @@ DAMAGES: dict[str, Callable[[], Any]] = {
 """What is left out of the rules of a device: the wait of one lane, that of all streams."""
 
 
-def compare_damaged(scenario: Scenario, schedule: str, damage: str) -> str:
-    """As `compare`, with one of DAMAGES; what differs, or is raised, since rubbish may also be noticed.
+def compare_damaged(scenario: Scenario, damage: str) -> str:
+    """As `compare` of `nested`, with one of DAMAGES; what differs, or is raised, since rubbish may also be noticed.
 
     Streams of this process may be full of work that cannot run afterwards.
     """
@@ -64,7 +86,7 @@ def compare_damaged(scenario: Scenario, schedule: str, damage: str) -> str:
     expected = run_scenario(scenario, "sequential")
     with DAMAGES[damage]():
         try:
-            return expected.difference(run_scenario(scenario, schedule, "npu"))
+            return expected.difference(run_scenario(scenario, "nested", "npu"))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

@@ -1,13 +1,17 @@
 """What a pipeline needs of a kind of device: streams, events, memory that crosses streams, pinned memory.
 
 `backend_for` chooses. A CPU has no streams: work of a lane is done when its thread has done it, and an event is an
-`Event`. An accelerator is known by its device module (`torch.npu`, which `torch_npu` brings), whose streams, events and
-`record_stream` have the form of `torch.cuda`'s.
+`Event`. An accelerator is known by its device module: `torch.cuda`, or `torch.npu`, which `torch_npu` brings and whose
+streams, events and `record_stream` have the same form.
+
+Pinned memory is torch's: its host allocator gives a block to somebody else only when the copies that read or write it
+have been done, so who starts one may drop the tensor.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe_kernels import _native
 from nestpipe_kernels.device.event import Event
 
-__all__ = ["CPU", "CpuBackend", "DeviceBackend", "DeviceEvent", "StreamBackend", "backend_for"]
+__all__ = [
+    "CPU",
+    "CpuBackend",
+    "DeviceBackend",
+    "DeviceEvent",
+    "StreamBackend",
+    "backend_for",
+    "pinned_memory",
+    "put_on",
+]
+
+OLDEST_CAPABILITY = (8, 0)
+"""Of a CUDA device: what the extension's oldest code is for (CMake's CMAKE_CUDA_ARCHITECTURES)."""
+
+
+def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory, contents undefined, that an accelerator copies from and to without the host waiting."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+
+def put_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on an accelerator, for work of the current stream; the host does not wait."""
+    staged = pinned_memory(tensor.shape, tensor.dtype)
+    staged.copy_(tensor)
+    return staged.to(device, non_blocking=True)
 
 
 class CpuBackend:
@@ -49,6 +78,9 @@ class CpuBackend:
     def order(self, point: Any) -> None:
         """Let the current stream wait for a point. The host does not wait."""
 
+    def reach(self, point: Any) -> None:
+        """Let the host wait for a point."""
+
     def uses(self, tensors: Sequence[Tensor | None]) -> None:
         """The current stream uses these from here on: their memory is kept for what has been issued there."""
 
@@ -68,7 +100,7 @@ class StreamBackend(CpuBackend):
     """A device with streams.
 
     Args:
-        kind: "npu".
+        kind: "cuda" or "npu".
         module: the device module, like `torch.cuda`.
         index: which device.
         collectives: torch.distributed backend for its tensors.
@@ -105,6 +137,9 @@ class StreamBackend(CpuBackend):
     def order(self, point: Any) -> None:
         self._module.current_stream(self.device).wait_event(point)
 
+    def reach(self, point: Any) -> None:
+        point.synchronize()
+
     def uses(self, tensors: Sequence[Tensor | None]) -> None:
         stream = self._module.current_stream(self.device)
         for tensor in tensors:
@@ -112,10 +147,10 @@ class StreamBackend(CpuBackend):
                 tensor.record_stream(stream)
 
     def put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
+        return put_on(tensor, self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return pinned_memory(shape, dtype)
 
     def synchronize(self, stream: Any = None) -> None:
         if stream is None:
@@ -165,30 +200,94 @@ CPU = CpuBackend()
 
 
 def backend_for(device: str | torch.device) -> DeviceBackend:
-    """The backend of a device: "cpu", "npu", "npu:1".
+    """The backend of a device: "cpu", "cuda", "cuda:1", "npu", "npu:1".
 
     Raises:
-        NotImplementedError: "cuda".
-        RuntimeError: an accelerator whose module is not installed, or that has no such device.
+        RuntimeError: an accelerator that this torch cannot use, or that is not here; says why and what to do.
         ValueError: any other device.
     """
     kind, _, number = str(device).partition(":")
     if kind == "cpu":
         return CPU
-    if kind == "cuda":
-        raise NotImplementedError("device 'cuda' is not supported yet; use 'cpu', or 'npu' where there is one")
-    if kind != "npu" or (number and not number.isdigit()):
-        raise ValueError(f"unknown device {str(device)!r}; expected 'cpu', 'npu' or 'npu:<number>'")
+    if kind not in ("cuda", "npu") or (number and not number.isdigit()):
+        raise ValueError(
+            f"unknown device {str(device)!r}; expected 'cpu', 'cuda', 'npu', or one of several as in 'cuda:1'"
+        )
+    index = int(number) if number else None
+    return _cuda_backend(str(device), index) if kind == "cuda" else _npu_backend(str(device), index)
+
+
+def _npu_backend(device: str, index: int | None) -> DeviceBackend:
     try:
         importlib.import_module("torch_npu")
     except ImportError as error:
         raise RuntimeError(
-            f"device {str(device)!r} needs torch_npu, which cannot be imported here ({error}); install the torch_npu "
+            f"device {device!r} needs torch_npu, which cannot be imported here ({error}); install the torch_npu "
             f"that fits torch {torch.__version__}, or use device 'cpu'"
         ) from error
     module: Any = getattr(torch, "npu", None)
     count = module.device_count() if module is not None and module.is_available() else 0
-    index = int(number) if number else module.current_device() if count else 0
+    if index is None:
+        index = module.current_device() if count else 0
     if index >= count:
-        raise RuntimeError(f"device {str(device)!r} is not here: torch_npu sees {count} devices; use device 'cpu'")
+        raise RuntimeError(f"device {device!r} is not here: torch_npu sees {count} devices; use device 'cpu'")
     return StreamBackend("npu", module, index, "hccl")
+
+
+def _cuda_backend(device: str, index: int | None) -> DeviceBackend:
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            f"device {device!r} needs a torch that was built with CUDA, this is torch {torch.__version__}; install one "
+            "that is, or use device 'cpu'"
+        )
+    count = torch.cuda.device_count()
+    if count == 0 or not torch.cuda.is_available():
+        raise RuntimeError(f"device {device!r} is not here: {_why_no_cuda()}; use device 'cpu'")
+    index = torch.cuda.current_device() if index is None else index
+    if index >= count:
+        raise RuntimeError(f"device {device!r} is not here: torch sees {count} CUDA devices; use one of them, or 'cpu'")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CAPABILITY:
+        raise RuntimeError(
+            f"device 'cuda:{index}' ({torch.cuda.get_device_name(index)}) has compute capability "
+            f"{_dotted(capability)}, and the CUDA kernels are for {_dotted(OLDEST_CAPABILITY)} and later; use a newer "
+            "device, or 'cpu'"
+        )
+    _check_cuda_kernels(device)
+    return StreamBackend("cuda", torch.cuda, index, "nccl")
+
+
+def _why_no_cuda() -> str:
+    """What keeps torch from seeing a device, as far as can be told."""
+    module = _native.cuda()
+    problem = module.driver()[3] if module is not None else ""
+    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    return f"torch sees no CUDA device ({problem + '; ' if problem else ''}{built})"
+
+
+def _check_cuda_kernels(device: str) -> None:
+    """Say once that there are none; raise where the driver cannot run them although torch's own CUDA works."""
+    module = _native.cuda()
+    if module is None:
+        warnings.warn(
+            f"device {device!r}: this installation of nestpipe_kernels has no CUDA kernels, so series of PyTorch "
+            "operations do their work, slower; install the CUDA wheel (nestpipe doctor tells which one this is)",
+            stacklevel=4,
+        )
+        return
+    _, supported, built, problem = module.driver()
+    if problem:
+        raise RuntimeError(
+            f"device {device!r}: the CUDA kernels of nestpipe_kernels cannot run here: {problem} (they are built with "
+            f"CUDA {_version(built)}, the driver supports up to {_version(supported)}); update the driver, install a "
+            "wheel for an older CUDA, or use device 'cpu'"
+        )
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _version(number: int) -> str:
+    """12.4 for 12040, as CUDA counts."""
+    return f"{number // 1000}.{number % 1000 // 10}"

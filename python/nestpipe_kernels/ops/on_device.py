@@ -1,6 +1,7 @@
-"""Operations on rows that lie on an accelerator, in plain PyTorch: indices are on the host and go over as used.
+"""Operations on rows that lie on an accelerator: indices are on the host and go over as used.
 
-The bits are those of the references. Nothing here reads from the device. Bounds are checked on the host; that target
+By the kernels of `_cuda` where the device has them (`ops/<op>/cuda.py`), else in plain PyTorch. The bits are those of
+the references. Nothing here reads from the device. Bounds are checked on the host; that target
 rows are distinct is the caller's word.
 """
 
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..device import put_on
 from ..types import DataType
 from . import _row_checks as checks
+from ._kernels import kernels_of
 
 __all__ = [
     "gather_rows",
@@ -28,7 +31,9 @@ __all__ = [
 
 def place(index: Tensor, like: Tensor) -> Tensor:
     """`index` where `like` is."""
-    return index if index.device == like.device else index.to(like.device)
+    if index.device == like.device:
+        return index
+    return put_on(index, like.device) if index.is_cpu else index.to(like.device)
 
 
 def _checked(operation: str, name: str, index: Tensor, rows: Tensor, *others: Tensor) -> Tensor:
@@ -45,9 +50,17 @@ def _checked(operation: str, name: str, index: Tensor, rows: Tensor, *others: Te
 @torch.no_grad()
 def gather_rows(rows: Tensor, index: Tensor, dim: int, out: Tensor | None, data_type: DataType) -> Tensor:
     """As `ops.gather_rows`; rows float32 [U, F] and `out` on one device, index int64 [m] on the host."""
+    there = _checked("gather_rows", "index", index, rows)
+    if kernels_of(rows) is not None:
+        from .gather_rows import cuda
+
+        if out is None:
+            out = torch.empty(len(there), dim, dtype=torch.float32, device=rows.device)
+        cuda.gather_rows(rows, there, dim, out, data_type)
+        return out
     from .row_storage import unpack_embeddings
 
-    found = unpack_embeddings(rows.index_select(0, _checked("gather_rows", "index", index, rows)), dim, data_type)
+    found = unpack_embeddings(rows.index_select(0, there), dim, data_type)
     return found if out is None else out.copy_(found)
 
 
@@ -56,6 +69,11 @@ def row_sync(source: Tensor, target: Tensor, source_index: Tensor, target_index:
     """As `ops.row_sync`; indices on the host."""
     there = _checked("row_sync", "source_index", source_index, source, target)
     here = _checked("row_sync", "target_index", target_index, target)
+    if kernels_of(target) is not None:
+        from .row_sync import cuda
+
+        cuda.row_sync(source, target, there, here)
+        return
     # As integers: the header's bits may be those of a NaN.
     target.view(torch.int32).index_copy_(0, here, source.view(torch.int32).index_select(0, there))
 
@@ -63,20 +81,37 @@ def row_sync(source: Tensor, target: Tensor, source_index: Tensor, target_index:
 @torch.no_grad()
 def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
     """As `ops.scatter_rows`; index on the host."""
-    target.index_copy_(0, _checked("scatter_rows", "index", index, target, source), source)
+    there = _checked("scatter_rows", "index", index, target, source)
+    if kernels_of(target) is not None:
+        from .scatter_add_rows import cuda
+
+        cuda.scatter_rows(target, there, checks.contiguous_rows(source))
+        return
+    target.index_copy_(0, there, source)
 
 
 @torch.no_grad()
 def scatter_add_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
     """As `ops.scatter_add_rows`; index on the host."""
     there = _checked("scatter_add_rows", "index", index, target, source)
+    if kernels_of(target) is not None:
+        from .scatter_add_rows import cuda
+
+        cuda.scatter_add_rows(target, there, checks.contiguous_rows(source))
+        return
     target.index_copy_(0, there, target.index_select(0, there) + source)
 
 
 @torch.no_grad()
 def zero_rows(target: Tensor, index: Tensor) -> None:
     """As `ops.zero_rows`; index on the host."""
-    target.index_fill_(0, _checked("zero_rows", "index", index, target), 0.0)
+    there = _checked("zero_rows", "index", index, target)
+    if kernels_of(target) is not None:
+        from .scatter_add_rows import cuda
+
+        cuda.zero_rows(target, there)
+        return
+    target.index_fill_(0, there, 0.0)
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..errors import StoreFullError
 from ..ops.intersect import intersect
 from ..ops.row_sync import row_sync
-from ..ops.scatter_add_rows import scatter_rows
 from ..types import KeyStatus, Retrieval, RowStore
 from .counting import count_retrieval
+from .host_rows import gather, write_back_rows
 from .replicas import patch_averaged
 from .routing import merge_sources
 from .state import BatchState, OwnerKeys, RankState, RowHook, UnionKeys
@@ -114,7 +114,7 @@ def gather_all(rank: RankState, batch: BatchState, micro: int) -> None:
         for binding, owner in zip(rank.bindings, batch.owner):
             assert owner.retrieval is not None
             owner.buffer = binding.buffer(batch.index % 2, len(owner.keys), rank.poison)
-            _gather(binding.store, owner.retrieval.handles, owner.keys, owner.tables, owner.buffer, None)
+            gather(binding.store, owner.retrieval.handles, owner.keys, owner.tables, owner.buffer, None, rank.backend)
 
 
 def gather_fresh(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -138,22 +138,7 @@ def gather_fresh(rank: RankState, batch: BatchState, micro: int) -> None:
                 batch.counts.kept += len(owner.shared_here)
                 index = torch.nonzero(fresh).squeeze(1)
                 handles, keys, tables = handles[index], keys[index], tables[index]
-            _gather(binding.store, handles, keys, tables, owner.buffer, index)
-
-
-def _gather(
-    store: RowStore, handles: Tensor, keys: Tensor, tables: Tensor, buffer: Tensor, index: Tensor | None
-) -> None:
-    """Rows of the store into a buffer, which may be on an accelerator."""
-    if buffer.is_cpu:
-        store.gather(handles, keys, tables, buffer, index)
-        return
-    rows = torch.empty(len(handles), store.row_floats, dtype=torch.float32)
-    store.gather(handles, keys, tables, rows, None)
-    if index is None:
-        buffer.copy_(rows)
-    else:
-        scatter_rows(buffer, index, rows.to(buffer.device))
+            gather(binding.store, handles, keys, tables, owner.buffer, index, rank.backend)
 
 
 def sync(rank: RankState, batch: BatchState, micro: int) -> None:
@@ -175,7 +160,7 @@ def write_back(rank: RankState, batch: BatchState, micro: int) -> None:
         return
     for binding, owner in zip(rank.bindings, batch.owner):
         assert owner.retrieval is not None and owner.buffer is not None
-        binding.store.write_back(owner.retrieval.handles, owner.buffer.cpu())
+        write_back_rows(binding.store, owner.retrieval.handles, owner.buffer, rank.backend)
     for binding, owner in zip(rank.bindings, batch.owner):
         assert owner.retrieval is not None
         if rank.on_write_back:

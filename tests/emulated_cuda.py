@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -27,7 +28,7 @@ from nestpipe_kernels.ops.row_sync import cuda as sync_cuda
 from nestpipe_kernels.ops.scatter_add_rows import cuda as scatter_cuda
 from nestpipe_kernels.types import DataType
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SOURCES = sorted(CSRC.rglob("*.cu"))
 EMULATOR = ROOT / "tests" / "cuda" / "emulator.cpp"
@@ -49,14 +50,18 @@ def compiler() -> str:
     return found
 
 
+def object_of(source: Path, folder: Path) -> Path:
+    """Where the object file of a source is."""
+    return folder / f"{'binding_' if source in BINDINGS else ''}{source.stem}.o"
+
+
 def compile_all(sources: Sequence[Path], folder: Path, *flags: str) -> list[Path]:
     """Object files of the sources, two at a time. Bindings are not optimized."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
-        binding = source in BINDINGS
-        made = folder / f"{'binding_' if binding else ''}{source.stem}.o"
-        kind = ["-O0", *PYTHON] if binding else ["-O1", *WARNINGS]
+        made = object_of(source, folder)
+        kind = ["-O0", *PYTHON] if source in BINDINGS else ["-O1", *WARNINGS]
         command = [compiler(), *FLAGS, *kind, *flags, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -73,8 +78,18 @@ def link(objects: Sequence[Path], made: Path, *flags: str) -> Path:
 
 
 def build(folder: Path) -> list[Path]:
-    """Object files of the whole extension, the emulator included."""
-    return compile_all([*BINDINGS, *SOURCES, EMULATOR], folder)
+    """Object files of the whole extension, the emulator included, and the extension `_cuda.so` beside them.
+
+    Test processes that share a folder wait for the first of them.
+    """
+    sources, made = [*BINDINGS, *SOURCES, EMULATOR], folder / "_cuda.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            linked = link(compile_all(sources, folder), folder / "linked.so", "-shared")
+            linked.rename(made)
+    return [object_of(source, folder) for source in sources]
 
 
 def load(library: Path) -> Any:
