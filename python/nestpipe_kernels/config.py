@@ -97,8 +97,8 @@ class PipelineConfig:
         lower_caller_priority: on Linux, the thread that calls `progress()` gets a lower priority (niceness + 5) than
             the lanes and the network's threads, so that a model which keeps all cores busy does not keep exchanges
             waiting. It stays so until `close()`, and after it where the system does not permit a thread to go back.
-        device: where the dense model and the rows of a batch are: "cpu", "cuda", "npu" or "cuda:<number>" (docs/accelerators.md). None:
-            where the dense parameters are.
+        device: where the dense model and the rows of a batch are: "cpu", "cuda", "npu", or one of several as in
+            "cuda:1" (docs/accelerators.md). None: where the dense parameters are.
     """
 
     schedule: str = "nested"
