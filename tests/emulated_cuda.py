@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ CSRC = ROOT / "csrc"
 SOURCES = sorted(CSRC.rglob("*.cu"))
 EMULATOR = ROOT / "tests" / "cuda" / "emulator.cpp"
 BINDINGS = sorted((CSRC / "bindings" / "cuda").glob("*.cpp"))
+ALL_BINDINGS = "all_bindings.cpp"
+"""All of them in one file, not optimized: what they include takes most of the time."""
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"]
 INCLUDE = [f"-I{CSRC / 'include'}", f"-I{ROOT / 'tests' / 'cuda' / 'include'}", f"-I{CSRC / 'cuda'}"]
@@ -52,16 +55,16 @@ def compiler() -> str:
 
 def object_of(source: Path, folder: Path) -> Path:
     """Where the object file of a source is."""
-    return folder / f"{'binding_' if source in BINDINGS else ''}{source.stem}.o"
+    return folder / f"{source.stem}.o"
 
 
 def compile_all(sources: Sequence[Path], folder: Path, *flags: str) -> list[Path]:
-    """Object files of the sources, two at a time. Bindings are not optimized."""
+    """Object files of the sources, two at a time."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
         made = object_of(source, folder)
-        kind = ["-O0", *PYTHON] if source in BINDINGS else ["-O1", *WARNINGS]
+        kind = ["-O0", *PYTHON] if source.name == ALL_BINDINGS else ["-O1", *WARNINGS]
         command = [compiler(), *FLAGS, *kind, *flags, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -82,11 +85,13 @@ def build(folder: Path) -> list[Path]:
 
     Test processes that share a folder wait for the first of them.
     """
-    sources, made = [*BINDINGS, *SOURCES, EMULATOR], folder / "_cuda.so"
+    bindings, made = folder / ALL_BINDINGS, folder / "_cuda.so"
+    sources = [bindings, *SOURCES, EMULATOR]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
+            bindings.write_text("".join(f'#include "{path}"\n' for path in BINDINGS))
             linked = link(compile_all(sources, folder), folder / "linked.so", "-shared")
             linked.rename(made)
     return [object_of(source, folder) for source in sources]
@@ -149,3 +154,43 @@ class EmulatedCuda:
         with self.used_for():
             getattr(scatter_cuda, kind)(*given, bad_position=bad_position)
         return int(bad_position)
+
+
+PLANTED_SEEDS = range(1, 7)
+
+
+def planted(objects: list[Path], source: str, bugs: dict[str, str], folder: Path, user: str = "") -> Path:
+    """The extension with one source changed, or one header, which is tried in the source `user`."""
+    changed = _copy(CSRC / source, folder, bugs)
+    compiled = _copy(CSRC / user, folder, {}) if user else changed
+    (made,) = compile_all([compiled], folder, "-O0", "-Wno-error")
+    others = [path for path in objects if path.stem != compiled.stem]
+    return link([*others, made], folder / "_cuda.so", "-shared")
+
+
+def _copy(source: Path, folder: Path, bugs: dict[str, str]) -> Path:
+    """A source in the folder, with the bugs, and with the headers of the folder, if there are any."""
+    text = source.read_text()
+    for right, wrong in bugs.items():
+        assert text.count(right) == 1, f"{source} has {text.count(right)} times {right!r}"
+        text = text.replace(right, wrong)
+    made = folder / source.name
+    made.write_text(text.replace('#include "../cuda/', '#include "'))
+    return made
+
+
+def seeds_that_see(library: Path, is_right: Callable[[EmulatedCuda], bool]) -> int:
+    """How many of the seeds give something wrong, an error or a crash; each in a fork, which a bug may bring down."""
+    seen = 0
+    for seed in PLANTED_SEEDS:
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.disable()
+            try:
+                cuda = EmulatedCuda(library)
+                cuda.schedule(seed)
+                os._exit(0 if is_right(cuda) else 1)
+            except BaseException:
+                os._exit(1)
+        seen += os.waitpid(pid, 0)[1] != 0
+    return seen

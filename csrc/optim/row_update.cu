@@ -333,7 +333,7 @@ struct Ftrl : Rule<2, false, false> {
 
 // The numbers of a whole row are read by all its lanes before one of them writes.
 template <typename Rule, int kWidth>
-__global__ void __launch_bounds__(kRowThreads) update_rows(UpdateArguments a, Rule rule) {
+__global__ void __launch_bounds__(kRowThreads, 3) update_rows(UpdateArguments a, Rule rule) {
   const std::int64_t u = chosen_position();
   if (u >= a.num_rows || (a.mask != nullptr && a.mask[u] == 0)) return;
   Row<kWidth> row;

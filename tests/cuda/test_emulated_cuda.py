@@ -3,19 +3,16 @@ bugs: each is planted into a copy of a CUDA source, which is then run as the oth
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
-import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-import emulated_cuda as emulated
 import pytest
 import torch
-from emulated_cuda import CSRC, EmulatedCuda
 from torch import Tensor
 
+import emulated_cuda as emulated
+from emulated_cuda import CSRC, EmulatedCuda, planted, seeds_that_see
 from nestpipe_kernels.ops.bucketize import reference as bucketize_reference
 from nestpipe_kernels.ops.dedup import reference as dedup_reference
 from nestpipe_kernels.ops.gather_rows import reference as gather_reference
@@ -137,40 +134,8 @@ def test_emulated_cuda_rows_out_of_range_are_left_out_and_the_first_is_named(cud
 
 # ----------------------------------------------------------------------------------------------------- planted bugs
 
-PLANTED_SEEDS = range(1, 7)
 SANITIZE = "-fsanitize=address"
 GIB = 2**30
-
-
-def planted(objects: list[Path], source: str, bugs: dict[str, str], folder: Path) -> Path:
-    """The library with one source changed."""
-    text = (CSRC / source).read_text()
-    for right, wrong in bugs.items():
-        assert text.count(right) == 1, f"{source} has {text.count(right)} times {right!r}"
-        text = text.replace(right, wrong)
-    text = text.replace('#include "../cuda/', '#include "')
-    changed = folder / Path(source).name
-    changed.write_text(text)
-    (made,) = emulated.compile_all([changed], folder, "-O0", "-Wno-error")
-    others = [path for path in objects if path.stem != changed.stem]
-    return emulated.link([*others, made], folder / "_cuda.so", "-shared")
-
-
-def seeds_that_see(library: Path, is_right: Callable[[EmulatedCuda], bool]) -> int:
-    """How many of the seeds give something wrong, an error or a crash; each in a fork, which a bug may bring down."""
-    seen = 0
-    for seed in PLANTED_SEEDS:
-        pid = os.fork()
-        if pid == 0:
-            faulthandler.disable()
-            try:
-                cuda = EmulatedCuda(library)
-                cuda.schedule(seed)
-                os._exit(0 if is_right(cuda) else 1)
-            except BaseException:
-                os._exit(1)
-        seen += os.waitpid(pid, 0)[1] != 0
-    return seen
 
 
 def dedup_is_right(cuda: EmulatedCuda) -> bool:

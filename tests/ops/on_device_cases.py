@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from row_cases import MAX, MEAN, NONE, SUM, BagCase, bag_case, bits
 from torch import Tensor
 
+import emulated_cuda
 import fake_npu
 from nestpipe_kernels import optim
 from nestpipe_kernels.ops.gather_rows import gather_rows
@@ -111,6 +113,11 @@ GROUPS: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
+KERNELS = {"gather_rows", "scatter_rows", "scatter_add_rows", "zero_rows", "row_sync", "take_rows", "mean_sources"}
+KERNELS |= {"row_update"}
+"""Those of CUDA that the groups use."""
+
+
 def differences(group: str, device: str = "npu") -> list[int]:
     """Numbers of the results of a group that have other bits on the device than on the CPU; they are all there."""
     if device == "npu":
@@ -119,6 +126,17 @@ def differences(group: str, device: str = "npu") -> list[int]:
     expected, found = run("cpu"), run(device)
     assert len(expected) == len(found) > 2 and all(not result.is_cpu for result in found)
     return [k for k, (a, b) in enumerate(zip(expected, found)) if not torch.equal(bits(a), bits(b.cpu()))]
+
+
+def use_kernels(library: str) -> None:
+    """Let the device of this process use CUDA's kernels from now on."""
+    fake_npu.install()
+    fake_npu.use_kernels(emulated_cuda.load(Path(library)))
+
+
+def kernels_used() -> set[str]:
+    """Names of all that have run so far."""
+    return set(fake_npu.USED)
 
 
 def errors() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import on_device_cases as cases
 import pytest
@@ -38,3 +39,12 @@ def test_what_is_elsewhere_or_out_of_range_is_refused(world):
         "(shape [2, 8])"
     )
     assert grads == "TypeError: row_update: grads must be on npu:0, as rows are, got float32 on cpu (shape [4, 2])"
+
+
+def test_emulated_cuda_kernels_have_the_bits_of_the_cpu(world, emulated_library: Path) -> None:
+    """Last, as this process's device has the kernels from here on."""
+    world.call(cases.use_kernels, str(emulated_library))
+    for group in cases.GROUPS:
+        if "soak" not in group:
+            assert world.call(cases.differences, group) == []
+    assert world.call(cases.kernels_used) == cases.KERNELS

@@ -28,7 +28,9 @@ void at(const Place& place, const Operation& operation) {
   operation(as_pointer<CUstream_st>(std::get<1>(place)));
 }
 
+void bind_cuda_gradients(py::module_& module);
 void bind_cuda_keys(py::module_& module);
+void bind_cuda_optim(py::module_& module);
 void bind_cuda_rows(py::module_& module);
 
 }  // namespace cuda

@@ -13,6 +13,8 @@ PYBIND11_MODULE(_cuda, module) {
     return std::make_tuple(state.num_devices, state.driver_version, state.built_version,
                            state.problem);
   });
+  cuda::bind_cuda_gradients(module);
   cuda::bind_cuda_keys(module);
+  cuda::bind_cuda_optim(module);
   cuda::bind_cuda_rows(module);
 }

@@ -12,6 +12,7 @@ __all__ = [
     "check_row_index",
     "contiguous_rows",
     "describe",
+    "device_of",
     "pointer",
 ]
 
@@ -23,17 +24,30 @@ def describe(tensor: object) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type} (shape {list(tensor.shape)})"
 
 
+def device_of(tensor: object) -> torch.device | None:
+    """The accelerator that a tensor is on; None for the CPU, and for what is no tensor."""
+    return tensor.device if isinstance(tensor, Tensor) and not tensor.is_cpu else None
+
+
 def check_implementation(operation: str, implementation: str) -> None:
     """ValueError unless native or reference."""
     if implementation not in ("native", "reference"):
         raise ValueError(f"{operation}: unknown implementation {implementation!r}: choose native or reference")
 
 
-def check_matrix(operation: str, name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """TypeError or ValueError unless `tensor` is a CPU matrix of `dtype` whose rows are contiguous."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != dtype or not tensor.is_cpu:
+def check_matrix(
+    operation: str,
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> None:
+    """TypeError or ValueError unless `tensor` is a matrix of `dtype` on the CPU (or `device`), its rows contiguous."""
+    here = isinstance(tensor, Tensor) and (tensor.is_cpu if device is None else tensor.device == device)
+    if not here or tensor.dtype != dtype:
         wanted = str(dtype).removeprefix("torch.")
-        raise TypeError(f"{operation}: {name} must be a {wanted} CPU tensor, got {describe(tensor)}")
+        place = "CPU tensor" if device is None else f"tensor on {device}"
+        raise TypeError(f"{operation}: {name} must be a {wanted} {place}, got {describe(tensor)}")
     if tensor.dim() != 2:
         raise ValueError(f"{operation}: {name} must have 2 dimensions, got {describe(tensor)}")
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:

@@ -118,6 +118,10 @@ def zero_rows(target: Tensor, index: Tensor) -> None:
 def take_rows(matrix: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """As `ops.take_rows`; index on the host."""
     there = _checked("take_rows", "index", index, matrix)
+    if kernels_of(matrix) is not None:
+        from .take_rows import cuda
+
+        return cuda.take_rows(matrix, there)
     rows = matrix.index_select(0, there)
     matrix.index_fill_(0, there, 0.0)
     return rows, torch.maximum(rows.amax(1), -rows.amin(1))
@@ -136,6 +140,12 @@ def mean_sources(
 ) -> None:
     """As `ops.mean_sources`; total, countable and boxes on one device, the rest on the host. A row's first entries are
     added for all rows at once, then the second ones, and so on."""
+    if kernels_of(total) is not None:
+        from .mean_sources import cuda
+
+        here = None if rows is None else _checked("mean_sources", "rows", rows, total, countable, boxes)
+        cuda.mean_sources(total, countable, boxes, entries, per_source, divisors, here, limit)
+        return
     starts, order = entries
     rows = torch.arange(total.shape[0]) if rows is None else rows
     here = _checked("mean_sources", "rows", rows, total, countable, boxes)

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from ...types import SparseOptimizer
 from .. import _row_checks as checks
+from .._kernels import kernels_of
+from ..on_device import place
 from ..row_storage import RowStorage, embedding_words
-from . import native, reference
+from . import cuda, native, reference
 from .arguments import OPERATION, check_rule, check_step, checked_lr, checked_mask
 
 __all__ = ["row_update"]
@@ -26,8 +28,8 @@ def row_update(
 ) -> None:
     """Update rows in place; the count `updates` of each updated row grows by 1. Synchronous.
 
-    Rows and gradients on an accelerator: the reference's operations go to the current stream. `mask` may be there
-    or on the host, `lr` is on the host.
+    Rows and gradients on an accelerator: one kernel, where it has them, or the reference's operations go to the current
+    stream. `mask` may be there or on the host, `lr` is on the host.
 
     The optimizer is lazy: a row that is masked out keeps its embedding and its state. Nothing is remembered between
     calls: bias correction follows from `step` (or from the row's own count) alone. Arithmetic is float32; embeddings
@@ -49,12 +51,11 @@ def row_update(
             optimizer without a rule. IndexError: a table of `storage` that is none.
     """
     checks.check_implementation(OPERATION, implementation)
-    on_device = not rows.is_cpu
-    if on_device and grads.device != rows.device:
-        raise TypeError(f"{OPERATION}: grads must be on {rows.device}, as rows are, got {checks.describe(grads)}")
-    if not on_device:
-        checks.check_matrix(OPERATION, "rows", rows)
-        checks.check_matrix(OPERATION, "grads", grads)
+    device = checks.device_of(rows)
+    if device is not None and grads.device != device:
+        raise TypeError(f"{OPERATION}: grads must be on {device}, as rows are, got {checks.describe(grads)}")
+    checks.check_matrix(OPERATION, "rows", rows, device=device)
+    checks.check_matrix(OPERATION, "grads", grads, device=device)
     num_rows, dim = grads.shape
     check_rule(optimizer)
     if rows.shape[0] != num_rows:
@@ -72,11 +73,13 @@ def row_update(
         )
     check_step(step)
     lr = checked_lr(lr, num_rows)
-    if on_device:
-        lr = lr.to(rows.device) if isinstance(lr, Tensor) else lr
-        mask = None if mask is None else mask.to(rows.device)
-        reference.row_update(rows, grads.detach(), optimizer, step, lr, mask, storage)
-        return
-    mask = checked_mask(mask, num_rows)
-    chosen = native.row_update if implementation == "native" else reference.row_update
+    mask = checked_mask(mask, num_rows, device)
+    if device is None:
+        chosen = native.row_update if implementation == "native" else reference.row_update
+    elif kernels_of(rows) is not None:
+        chosen = cuda.row_update
+    else:
+        chosen = reference.row_update
+        lr = place(lr, rows) if isinstance(lr, Tensor) else lr
+        mask = None if mask is None else place(mask, rows)
     chosen(rows, grads.detach(), optimizer, step, lr, mask, storage)

@@ -40,12 +40,13 @@ def checked_lr(lr: float | Tensor, num_rows: int) -> float | Tensor:
     return lr.contiguous()
 
 
-def checked_mask(mask: Tensor | None, num_rows: int) -> Tensor | None:
-    """bool or uint8 [num_rows], or None."""
+def checked_mask(mask: Tensor | None, num_rows: int, device: torch.device | None = None) -> Tensor | None:
+    """bool or uint8 [num_rows] on the CPU (or on `device`), or None."""
     if mask is None:
         return None
-    if mask.dtype not in (torch.bool, torch.uint8) or mask.device.type != "cpu":
-        raise TypeError(f"{OPERATION}: mask must be a bool or uint8 CPU tensor, got {checks.describe(mask)}")
+    if mask.dtype not in (torch.bool, torch.uint8) or not (mask.is_cpu or mask.device == device):
+        place = "CPU tensor" if device is None else f"tensor on the CPU or {device}"
+        raise TypeError(f"{OPERATION}: mask must be a bool or uint8 {place}, got {checks.describe(mask)}")
     if mask.shape != (num_rows,):
         raise ValueError(f"{OPERATION}: mask must have one entry per row ({num_rows}), got shape {list(mask.shape)}")
     return mask.contiguous()
