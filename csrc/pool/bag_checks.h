@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "nestpipe/host_device.h"
 #include "nestpipe/lookup_pool.h"
 
 namespace nestpipe {
@@ -41,7 +42,7 @@ void with_slots(const BagList& bags, const Body& body) {
 }
 
 // The first of equal values wins, and so does the first NaN.
-inline bool beats_maximum(float value, float maximum) {
+NESTPIPE_HOST_DEVICE inline bool beats_maximum(float value, float maximum) {
   return (value > maximum) | ((value != value) & (maximum == maximum));
 }
 

@@ -114,7 +114,7 @@ GROUPS: dict[str, Callable[[str], list[Tensor]]] = {
 
 
 KERNELS = {"gather_rows", "scatter_rows", "scatter_add_rows", "zero_rows", "row_sync", "take_rows", "mean_sources"}
-KERNELS |= {"row_update"}
+KERNELS |= {"row_update", "lookup_pool_forward", "lookup_pool_backward", "lookup_pool_weight_grad"}
 """Those of CUDA that the groups use."""
 
 
@@ -139,21 +139,48 @@ def kernels_used() -> set[str]:
     return set(fake_npu.USED)
 
 
+def kernel_errors() -> list[str]:
+    """What calls are answered with that kernels could not tell from right ones."""
+    rows, double, bags = torch.zeros(4, 8, device="npu"), torch.zeros(4, 8).double().to("npu"), BAGS
+    host, mean, maximum = torch.zeros(1, 8), (*bags, [0, 1], [MEAN]), (*bags, [0, 1], [MAX])
+    return told(
+        [
+            lambda: pool_forward(rows, *mean, [host]),
+            lambda: pool_forward(double, *mean, [host.to("npu")]),
+            lambda: pool_backward([host.double().to("npu")], None, *mean, None, rows),
+            lambda: pool_backward([host.to("npu")], None, *maximum, None, rows),
+            lambda: pool_backward([host.to("npu")], torch.zeros(4, 8), *maximum, None, rows),
+            lambda: row_update(double, rows, optim.SGD(), 1, 0.1),
+            lambda: row_update(rows, rows[:, :4], optim.SGD(), 1, 0.1, torch.ones(4, device="npu")),
+        ]
+    )
+
+
+BAGS = (torch.tensor([0, 3]), torch.tensor([0, 2]))
+"""One bag of two."""
+
+
 def errors() -> list[str]:
     """What calls with something in another place, or out of range, are answered with."""
     fake_npu.install()
     rows, index = torch.zeros(4, 8, device="npu"), torch.tensor([1, 3])
-    calls: list[Callable[[], Any]] = [
-        lambda: gather_rows(rows, index.to("npu"), 8),
-        lambda: gather_rows(rows, torch.tensor([0, 4]), 8),
-        lambda: scatter_rows(rows, index, torch.zeros(2, 8)),
-        lambda: row_update(rows, torch.zeros(4, 2), optim.SGD(), 1, 0.1),
-    ]
+    return told(
+        [
+            lambda: gather_rows(rows, index.to("npu"), 8),
+            lambda: gather_rows(rows, torch.tensor([0, 4]), 8),
+            lambda: scatter_rows(rows, index, torch.zeros(2, 8)),
+            lambda: row_update(rows, torch.zeros(4, 2), optim.SGD(), 1, 0.1),
+        ]
+    )
+
+
+def told(calls: list[Callable[[], Any]]) -> list[str]:
+    """The error of each call, or nothing."""
     found = []
     for call in calls:
         try:
             call()
             found.append("")
-        except (TypeError, IndexError) as error:
+        except (TypeError, IndexError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found

@@ -31,6 +31,7 @@ void at(const Place& place, const Operation& operation) {
 void bind_cuda_gradients(py::module_& module);
 void bind_cuda_keys(py::module_& module);
 void bind_cuda_optim(py::module_& module);
+void bind_cuda_pool(py::module_& module);
 void bind_cuda_rows(py::module_& module);
 
 }  // namespace cuda

@@ -16,5 +16,6 @@ PYBIND11_MODULE(_cuda, module) {
   cuda::bind_cuda_gradients(module);
   cuda::bind_cuda_keys(module);
   cuda::bind_cuda_optim(module);
+  cuda::bind_cuda_pool(module);
   cuda::bind_cuda_rows(module);
 }

@@ -1,4 +1,5 @@
-"""lookup_pool for rows on an accelerator: plain PyTorch in steps by position in the bag, bags on the host.
+"""lookup_pool for rows on an accelerator, bags on the host: by the kernels of `_cuda` where the device has them,
+else in plain PyTorch, in steps by position in the bag.
 
 The order of additions, and so the bits, are the reference's. What depends on keys alone (which occurrence comes when)
 is worked out on the host; nothing here waits for the device.
@@ -11,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import _row_checks as checks
+from .._kernels import kernels_of
 from ..on_device import place
+from . import cuda
+from .arguments import OPERATION
 from .bags import Bags
 from .reference import GRADIENT_BLOCK, MAX, MEAN, NONE, check_bags, lane_sum, segment_of
 
@@ -22,8 +27,21 @@ __all__ = ["pool_backward", "pool_forward", "pool_weight_grad"]
 def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor]) -> None:
     """As the package's `pool_forward`; rows and outs on one device, the rest on the host."""
     check_bags(bags, rows.shape[0])
+    if kernels_of(rows) is not None:
+        _check_places(rows, "outs", outs)
+        cuda.pool_forward(rows, bags, outs)
+        return
     for segment, out in enumerate(outs):
         out.copy_(_pool(rows, bags, segment)[0])
+
+
+def _check_places(like: Tensor, name: str, matrices: Sequence[Tensor | None]) -> None:
+    """What kernels could not tell: float32, all on one device."""
+    checks.check_matrix(OPERATION, "rows", like, device=like.device)
+    for segment, matrix in enumerate(matrices):
+        if matrix is not None and (matrix.dtype != torch.float32 or matrix.device != like.device):
+            wanted = f"{name}[{segment}] must be a float32 tensor on {like.device}"
+            raise TypeError(f"{OPERATION}: {wanted}, got {checks.describe(matrix)}")
 
 
 def _pool(rows: Tensor, bags: Bags, segment: int) -> tuple[Tensor, Tensor | None]:
@@ -64,6 +82,14 @@ def _pool(rows: Tensor, bags: Bags, segment: int) -> tuple[Tensor, Tensor | None
 def pool_backward(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bags, accumulator: Tensor) -> None:
     """As the package's `pool_backward`; grads, rows and accumulator on one device, the rest on the host."""
     check_bags(bags, accumulator.shape[0])
+    if kernels_of(accumulator) is not None:
+        if rows is None and any(mode == MAX and grad is not None for mode, grad in zip(bags.segment_modes, grads)):
+            raise ValueError("lookup_pool: pooling max needs `rows` in backward, got none")
+        _check_places(accumulator, "grads", grads)
+        if rows is not None:
+            checks.check_matrix(OPERATION, "rows", rows, device=accumulator.device)
+        cuda.pool_backward(grads, rows, bags, accumulator)
+        return
     contributions = _contributions(grads, rows, bags, accumulator)
     slots = bags.slots.long()
     occurrences = torch.nonzero(slots >= 0).squeeze(1)
@@ -100,6 +126,9 @@ def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -
     check_bags(bags, rows.shape[0])
     if MEAN in bags.segment_modes or MAX in bags.segment_modes:
         raise ValueError("lookup_pool: gradients of weights need pooling sum or none")
+    if kernels_of(rows) is not None:
+        _check_places(rows, "grads", grads)
+        return cuda.pool_weight_grad(grads, rows, bags)
     slots = bags.slots.long()
     bag_grads = _contributions(grads, None, bags, rows)
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
