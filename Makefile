@@ -17,7 +17,7 @@ LINTED := python tests bench examples
 SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help venv build peers train test lint soak sanitize aarch64 cuda clean
+.PHONY: help venv build peers train test lint soak sanitize aarch64 cuda wheels try-wheel clean
 
 help:
 	@echo "make venv      virtual environment $(VENV) with $(TORCH)"
@@ -28,6 +28,8 @@ help:
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
 	@echo "make aarch64   native tests of row arithmetic, cross-compiled, under qemu-user (g++-aarch64-linux-gnu)"
 	@echo "make cuda      CUDA kernels compiled by nvcc for sm_80, sm_90 and sm_100, with registers and spills (needs no GPU)"
+	@echo "make wheels    wheels for every Python of WHEEL_PYTHONS in $(DIST): CPU, and with CUDA kernels where nvcc is"
+	@echo "make try-wheel one of them beside every torch release of TRY_TORCH, each in an environment of its own (large downloads)"
 	@echo "make soak      the full product of test cases (long)"
 	@echo "make peers     install TorchRec, FBGEMM, DeepCTR-Torch, torch-rechub, Mt-KaHyPar, PyTorch Lightning for comparisons and tests"
 	@echo "make clean     remove everything that was built"
@@ -95,5 +97,16 @@ cuda: build
 	grep -E 'Compiling entry|Used' build/cuda/ptxas.log
 	! grep -E '[1-9][0-9]* bytes spill' build/cuda/ptxas.log
 
+DIST ?= dist
+WHEEL_PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python3),python3.10 python3.11 python3.12 python3.13)
+wheels:
+	bash cmake/make_wheels.sh $(DIST) $(WHEEL_PYTHONS)
+
+TRY_TORCH ?= 2.11.0 2.13.0 2.14.0 2.15.0
+TRY_PYTHON ?= $(PYTHON)
+TRY_WHEEL ?= $(firstword $(wildcard $(DIST)/nestpipe_kernels-*-$(shell $(TRY_PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl))
+try-wheel:
+	bash cmake/try_wheel.sh $(TRY_WHEEL) $(TRY_PYTHON) $(TRY_TORCH)
+
 clean:
-	rm -rf $(VENV) build $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build $(OUT) $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

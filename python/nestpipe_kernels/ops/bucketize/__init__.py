@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._key_checks import check_implementation, check_vector
-from . import native, reference
+from . import cuda, native, reference
 
 __all__ = ["bucketize"]
 
@@ -17,7 +17,7 @@ def bucketize(buckets: Tensor, num_buckets: int, *, implementation: str = "nativ
     Linear time; the same result at any number of threads.
 
     Args:
-        buckets: int32 [n] in [0, num_buckets), on the CPU.
+        buckets: int32 [n] in [0, num_buckets), on the CPU or a CUDA device, where the call waits for it once.
         num_buckets: number of buckets, >= 0.
         implementation: "native" or "reference".
 
@@ -27,13 +27,15 @@ def bucketize(buckets: Tensor, num_buckets: int, *, implementation: str = "nativ
     Raises:
         TypeError: `buckets` are not int32.
         ValueError: a bucket is out of range (names position and value), `num_buckets` is negative, wrong number of
-            dimensions, not on the CPU, or unknown implementation.
+            dimensions, a device without kernels, or unknown implementation.
     """
     check_implementation("bucketize", implementation)
-    buckets = check_vector("bucketize", "buckets", buckets, (torch.int32,)).contiguous()
+    buckets = check_vector("bucketize", "buckets", buckets, (torch.int32,), on_device=True).contiguous()
     if num_buckets < 0:
         raise ValueError(f"bucketize: num_buckets must be >= 0, got {num_buckets}")
     run = native.bucketize if implementation == "native" else reference.bucketize
+    if not buckets.is_cpu:
+        run = cuda.bucketize
     order, counts, bad_position = run(buckets, num_buckets)
     if bad_position >= 0:
         raise ValueError(

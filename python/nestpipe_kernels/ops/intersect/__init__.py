@@ -43,7 +43,7 @@ def intersect(
     if (tables_a is None) != (tables_b is None):
         given, missing = ("tables_b", "tables_a") if tables_a is None else ("tables_a", "tables_b")
         raise ValueError(f"intersect: {given} is given but {missing} is None; give both or neither")
-    tables_a = table_vector("intersect", "tables_a", tables_a, keys_a.numel())
-    tables_b = table_vector("intersect", "tables_b", tables_b, keys_b.numel())
+    tables_a = table_vector("intersect", "tables_a", tables_a, keys_a)
+    tables_b = table_vector("intersect", "tables_b", tables_b, keys_b)
     run = native.intersect if implementation == "native" else reference.intersect
     return run(keys_a, tables_a, keys_b, tables_b)

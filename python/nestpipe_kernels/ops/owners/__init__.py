@@ -58,7 +58,7 @@ def owners(
     """
     check_implementation("owners", implementation)
     keys = key_vector("owners", "keys", keys)
-    tables = table_vector("owners", "tables", tables, keys.numel())
+    tables = table_vector("owners", "tables", tables, keys)
     table_hashes = check_vector("owners", "table_hashes", table_hashes, (torch.int64,)).contiguous()
     slice_owner = check_vector("owners", "slice_owner", slice_owner, (torch.int32,), NUM_SLICES).contiguous()
     run = native.owners if implementation == "native" else reference.owners
