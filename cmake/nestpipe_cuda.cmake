@@ -16,6 +16,6 @@ if(NESTPIPE_CUDA STREQUAL "ON" OR (NESTPIPE_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_
   target_compile_features(nestpipe_cuda PUBLIC cuda_std_17)
   set_target_properties(nestpipe_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_EXTENSIONS OFF CUDA_RUNTIME_LIBRARY Static)
   # No contraction to fused multiply-add, as on the CPU: the same bits.
-  target_compile_options(nestpipe_cuda PRIVATE -fmad=false -Xcompiler=-Wall,-Wextra)
+  target_compile_options(nestpipe_cuda PRIVATE -fmad=false -compress-mode=size -Xcompiler=-Wall,-Wextra)
   target_link_libraries(nestpipe_cuda PUBLIC CUDA::cudart_static)
 endif()

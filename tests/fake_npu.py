@@ -415,6 +415,7 @@ def install() -> None:
         "set_device": lambda device: None,
         "get_device_name": lambda device=None: "stand-in",
         "_is_in_bad_fork": lambda: False,
+        "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": list,
     }

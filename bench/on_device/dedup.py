@@ -25,7 +25,7 @@ def works(parsed: argparse.Namespace, backend: DeviceBackend) -> Iterator[Work]:
     size = scaled(parsed, 10_000_000, 64)
     for kind in ("uniform", "zipf", "equal"):
         keys = _keys(kind, size, scaled(parsed, ZIPF_ROWS, 64), np.random.default_rng(parsed.seed)).to(backend.device)
-        distinct = len(torch.unique(keys.cpu()))  # type: ignore[no-untyped-call]
+        distinct = len(torch.unique(keys.cpu()))
         peers, missing = _peers(keys) if parsed.peers else ([], [])
         yield Work(
             {"kind": kind, "keys": size, "distinct": distinct},

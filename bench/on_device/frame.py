@@ -20,7 +20,7 @@ from nestpipe_kernels.bench.lines import print_lines, spread
 from nestpipe_kernels.device import DeviceBackend, backend_for
 from nestpipe_kernels.launch.machine import facts
 
-__all__ = ["Candidate", "Work", "copy_rate", "free_memory", "run", "scaled"]
+__all__ = ["Candidate", "Work", "copy_rate", "free_memory", "link_rate", "run", "scaled"]
 
 WARM_UP_ROUNDS = 2
 COPY_BYTES = 1 << 30
@@ -59,13 +59,14 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure the cases one after the other. A case that cannot be run is told, and the others go on: exit code 1.
 
     Raises:
-        ValueError, RuntimeError: the device is none, or is not here.
+        ValueError: the device is none, is not here, or is the CPU.
     """
-    backend = backend_for(parsed.device)
+    try:
+        backend = backend_for(parsed.device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     if not backend.has_streams:
-        raise ValueError(
-            f"bench: --device {parsed.device} has the cases that are named alone, as in: nestpipe bench dedup"
-        )
+        raise ValueError(f"on {parsed.device} a case is named, as in: nestpipe bench dedup")
     failed = []
     for name in parsed.only:
         try:
@@ -105,6 +106,12 @@ def copy_rate(backend: DeviceBackend, scale: float = 1.0) -> float:
     target = torch.ones_like(source)
     times = _time(backend, [Candidate("copy", lambda k: target.copy_(source))], rounds=5, inner=5)["copy"]
     return 2 * size / min(times)
+
+
+def link_rate(backend: DeviceBackend, copy: Callable[[int], Any], size: int) -> float:
+    """Bytes per second of `copy(0)`, which moves `size` bytes between host and device: the best of a few."""
+    times = _time(backend, [Candidate("copy", copy)], rounds=5, inner=1)["copy"]
+    return size / min(times)
 
 
 def _measure_and_print(parsed: argparse.Namespace, backend: DeviceBackend, name: str, work: Work) -> None:

@@ -30,6 +30,9 @@ KERNEL_CASES = {
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
+DEVICE_CASES = ("copy", "dedup", "row_sync", "host_rows", "nested")
+"""Modules of nestpipe_kernels.bench.on_device."""
+
 CLUSTER_SETS = (
     "ml100k", "ml100k-first", "topics", "topics-100", "topics-12", "zipf", "zipf-1.2", "ml100k-last", "fields", "walks",
 )  # fmt: skip
@@ -42,9 +45,11 @@ def add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure a case of the suite, alone or beside its peers",
-        description="Measures a case and prints one JSON line for each implementation.",
+        description="Measures a case and prints one JSON line for each implementation. Without a CASE, --device names "
+        f"an accelerator, and cases are measured on it: {', '.join(DEVICE_CASES)}.",
     )
-    cases = parser.add_subparsers(dest="case", metavar="CASE", required=True, parser_class=LazyParser)
+    _add_device_options(parser)
+    cases = parser.add_subparsers(dest="case", metavar="CASE", required=False, parser_class=LazyParser)
     for name in KERNEL_CASES:
         _add_kernel_case(cases, name)
     _add_evict(cases)
@@ -54,6 +59,25 @@ def add_bench(commands: Any) -> None:
     _add_tier(cases)
     _add_cluster(cases)
     _add_consistency(cases)
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    """What `nestpipe bench --device` takes, without a case."""
+    device = parser.add_argument_group("on an accelerator")
+    device.add_argument("--device", metavar="DEVICE", default=None, help="as in cuda or cuda:1")
+    device.add_argument("--only", nargs="+", choices=DEVICE_CASES, default=list(DEVICE_CASES), help="some of the cases")
+    device.add_argument("--scale", type=share, default=1.0, help="part of each case's size; 1 is what figures are of")
+    device.add_argument("--peers", action="store_true", help="also what others have for it, where installed")
+    device.add_argument("--repeat", type=positive, default=20, help="timed rounds")
+    device.add_argument("--seed", type=int, default=0, help="seed of keys and values")
+    device.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    parser.set_defaults(run=_run_on_device)
+
+
+def _run_on_device(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if parsed.device is None:
+        raise ValueError("name a CASE, or an accelerator with --device; nestpipe bench --help lists both")
+    return int(_module("on_device.frame").run(parsed))
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -215,13 +239,17 @@ def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         if unknown:
             raise ValueError(f"{unknown[0]} is not a kernel case; they are {', '.join(KERNEL_CASES)}")
         module = "case" if parsed.compare is None else "compare"
+    parsed.arguments = list(arguments)  # for cases that start this command again, as ranks
+    code: int = _module(module).run(parsed)
+    return code
+
+
+def _module(module: str) -> Any:
+    """A module of the suite."""
     name = f"nestpipe_kernels.bench.{module}"
     try:
-        case = importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name not in (name, "nestpipe_kernels.bench"):
             raise
         raise ImportError(f"{name} is not installed; install the wheel (make build, or pip install .)") from error
-    parsed.arguments = list(arguments)  # for cases that start this command again, as ranks
-    code: int = case.run(parsed)
-    return code

@@ -21,7 +21,7 @@ def as_tensor(value: Any) -> Any:
     if isinstance(value, Tensor) or not hasattr(value, "__dlpack__"):
         return value
     try:
-        return torch.from_dlpack(value)
+        return torch.utils.dlpack.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         kind = f"{type(value).__module__.partition('.')[0]} array of {getattr(value, 'dtype', 'unknown dtype')}"
         raise TypeError(f"a {kind} cannot be used as a tensor ({error}); copy it, or convert it to a tensor") from error
