@@ -165,7 +165,7 @@ def planted(objects: list[Path], source: str, bugs: dict[str, str], folder: Path
     compiled = _copy(CSRC / user, folder, {}) if user else changed
     (made,) = compile_all([compiled], folder, "-O0", "-Wno-error")
     others = [path for path in objects if path.stem != compiled.stem]
-    return link([*others, made], folder / "_cuda.so", "-shared")
+    return link([made, *others], folder / "_cuda.so", "-shared")  # of functions of a header the first ones are taken
 
 
 def _copy(source: Path, folder: Path, bugs: dict[str, str]) -> Path:

@@ -1,50 +1,32 @@
 // Dedup in device memory.
 //
-// Layout. A chained hash table whose entries are positions of the input: heads[slot] is the entry
-// pushed last, next[entry] the one pushed before it, -1 the end. Keys stay where they are, so no
-// key is reserved for "empty". A pair's entry is the position that got it in first, which depends
-// on luck; what comes out does not.
+// All pairs are entered into one table (pair_chains.cuh), whose first[entry] is the smallest
+// position with the pair. Positions that are first are numbered by an exclusive sum over the list,
+// hence in order of first appearance.
 //
-// Concurrency. Chains only grow, at their heads. A thread walks a chain, and if its pair is not
-// there swaps the head that it started from for itself; if others came before it, it walks what
-// they pushed and tries again. So a pair has one entry. A thread's next[] is stored before the swap
-// releases it, and read by those who acquired the head.
-//
-// Numbers. first[entry] is the smallest position with the pair. Positions that are first are
-// numbered by an exclusive sum over the list, hence in order of first appearance. The heads take
-// 4 bytes per slot; at most one key in a slot on average.
-#include "../cuda/carve.h"
+// Floor, bytes a key: 16 (the key, the pair's inverse and entry), and a slot's sector of 32.
 #include "../cuda/scan.cuh"
-#include "hash_pair.h"
 #include "nestpipe/cuda/dedup.h"
-#include "nestpipe/cuda/platform.h"
+#include "pair_chains.cuh"
 
 namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kEnd = -1;
-constexpr int kNever = 0x7FFFFFFF;
 constexpr int kThreads = 256;
 
 struct Work {
-  std::int32_t* heads;        // [num_slots]
-  std::int32_t* next;         // [size]; the number of the pair once entries are found
-  std::int32_t* first;        // [size], of entries
+  PairChains chains;          // next becomes the number of the pair once entries are found
   std::int32_t* entry;        // [size], of every position
   std::int32_t* tile_counts;  // [tiles], then the number of first positions before the tile
   std::int32_t* scan_work;
-  std::int64_t num_slots, tiles;
+  std::int64_t tiles;
 };
 
 Work lay_out(Carve& carve, std::int64_t size) {
   Work work{};
-  work.num_slots = 1;
-  while (work.num_slots < size) work.num_slots *= 2;
   work.tiles = scan_work_items(size);
-  work.heads = carve.take<std::int32_t>(work.num_slots);
-  work.next = carve.take<std::int32_t>(size);
-  work.first = carve.take<std::int32_t>(size);
+  work.chains = take_chains(carve, size);
   work.entry = carve.take<std::int32_t>(size);
   work.tile_counts = carve.take<std::int32_t>(work.tiles);
   work.scan_work = carve.take<std::int32_t>(scan_work_items(work.tiles));
@@ -57,52 +39,15 @@ __device__ __forceinline__ std::int64_t global_thread() {
 
 __global__ void clear(Work work, std::int64_t size, std::int64_t* counts) {
   const std::int64_t i = global_thread();
-  if (i < work.num_slots) work.heads[i] = kEnd;
-  if (i >= size) return;
-  work.first[i] = kNever;
-  counts[i] = 0;
+  clear_chains(work.chains, i, size);
+  if (i < size) counts[i] = 0;
 }
 
-__device__ __forceinline__ std::int32_t table_at(const KeyList& input, std::int64_t position) {
-  return input.tables == nullptr ? 0 : input.tables[position];
-}
-
-// The entry of the pair at `position`, which becomes one if there is none.
-__device__ int find_or_push(const KeyList& input, const Work& work, int position) {
-  const std::int64_t key = input.keys[position];
-  const std::int32_t table = table_at(input, position);
-  const auto slots_mask = static_cast<std::uint64_t>(work.num_slots - 1);
-  std::int32_t* head_address = work.heads + (hash_pair(key, table) & slots_mask);
-  int head = load_acquire(head_address), walked = kEnd;
-  for (;;) {
-    for (int entry = head; entry != walked; entry = load_racing(work.next + entry)) {
-      if (input.keys[entry] == key && table_at(input, entry) == table) return entry;
-    }
-    store_racing(work.next + position, head);
-    const int found = swap_if_equal_release(head_address, head, position);
-    if (found == head) return position;
-    walked = head;
-    head = found;
-  }
-}
-
-// Of the lanes of a warp that hold the same pair the first one, which has the smallest position,
-// goes for all.
 __global__ void find_entries(KeyList input, Work work) {
   const std::int64_t position = global_thread();
   const unsigned active = __ballot_sync(kAllLanes, position < input.size);
   if (position >= input.size) return;
-  const unsigned lane = threadIdx.x % kWarpSize;
-  unsigned same = __match_any_sync(active, static_cast<unsigned long long>(input.keys[position]));
-  if (input.tables != nullptr) same &= __match_any_sync(active, input.tables[position]);
-  const int leader = __ffs(static_cast<int>(same)) - 1;
-  int entry = 0;
-  if (static_cast<int>(lane) == leader) {
-    const int here = static_cast<int>(position);
-    entry = find_or_push(input, work, here);
-    if (load_racing(work.first + entry) > here) atomicMin(work.first + entry, here);
-  }
-  work.entry[position] = __shfl_sync(active, entry, leader);
+  work.entry[position] = enter_pair(input, work.chains, position, active);
 }
 
 __device__ __forceinline__ std::int64_t first_item() {
@@ -110,7 +55,7 @@ __device__ __forceinline__ std::int64_t first_item() {
 }
 
 __device__ __forceinline__ bool is_first(const Work& work, std::int64_t position) {
-  return work.first[work.entry[position]] == position;
+  return work.chains.first[work.entry[position]] == position;
 }
 
 __global__ void count_first(Work work, std::int64_t size) {
@@ -135,7 +80,7 @@ __global__ void number_first(Work work, std::int64_t size, std::int64_t* unique_
     if ((marks >> k & 1u) == 0) continue;
     const std::int64_t i = first_item() + k;
     unique_index[number] = i;
-    work.next[work.entry[i]] = number++;
+    work.chains.next[work.entry[i]] = number++;
   }
 }
 
@@ -144,7 +89,7 @@ __global__ void write_inverse(Work work, std::int64_t size, std::int32_t* invers
   const std::int64_t i = global_thread();
   const unsigned active = __ballot_sync(kAllLanes, i < size);
   if (i >= size) return;
-  const int number = work.next[work.entry[i]];
+  const int number = work.chains.next[work.entry[i]];
   inverse[i] = number;
   const unsigned same = __match_any_sync(active, number);
   if ((same & lanes_before(threadIdx.x % kWarpSize)) == 0) {
@@ -169,7 +114,7 @@ void dedup(const KeyList& input, void* work_memory, const DedupOutput& output, S
   const std::size_t shared = sizeof(ScanShared);
   if (size > 0) {
     const unsigned blocks = num_blocks(size, kThreads), tiles = num_blocks(size, kScanTile);
-    launch(clear, num_blocks(work.num_slots, kThreads), threads, 0, stream, work, size,
+    launch(clear, num_blocks(work.chains.num_slots, kThreads), threads, 0, stream, work, size,
            output.counts);
     launch(find_entries, blocks, threads, 0, stream, input, work);
     launch(count_first, tiles, tile_threads, shared, stream, work, size);

@@ -14,7 +14,10 @@ from torch import Tensor
 import emulated_cuda
 import fake_npu
 from nestpipe_kernels import optim
+from nestpipe_kernels.ops.bucketize import bucketize
+from nestpipe_kernels.ops.dedup import dedup
 from nestpipe_kernels.ops.gather_rows import gather_rows
+from nestpipe_kernels.ops.intersect import intersect
 from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward, pool_weight_grad
 from nestpipe_kernels.ops.mean_sources import entries_by_row, mean_sources
 from nestpipe_kernels.ops.row_storage import RowStorage, embedding_words
@@ -139,6 +142,20 @@ def kernels_used() -> set[str]:
     return set(fake_npu.USED)
 
 
+def key_differences() -> int:
+    """How many results of operations on keys are other ones on the device than on the CPU."""
+    chance = torch.Generator().manual_seed(1)
+    keys, tables = torch.randint(0, 90, (200,), generator=chance), torch.randint(0, 3, (200,), generator=chance).int()
+    found = []
+    for device in ("cpu", "npu"):
+        there, of = keys.to(device), tables.to(device)
+        unique = dedup(there, of)
+        both = intersect(there[:90], of[:90], there[90:], of[90:])
+        found.append([unique.unique_index, unique.inverse, unique.counts, *bucketize(of, 3), *both])
+    assert not any(result.is_cpu for result in found[1])
+    return sum(not torch.equal(a, b.cpu()) for a, b in zip(*found))
+
+
 def kernel_errors() -> list[str]:
     """What calls are answered with that kernels could not tell from right ones."""
     rows, double, bags = torch.zeros(4, 8, device="npu"), torch.zeros(4, 8).double().to("npu"), BAGS
@@ -151,6 +168,7 @@ def kernel_errors() -> list[str]:
             lambda: pool_backward([host.to("npu")], None, *maximum, None, rows),
             lambda: pool_backward([host.to("npu")], torch.zeros(4, 8), *maximum, None, rows),
             lambda: row_update(double, rows, optim.SGD(), 1, 0.1),
+            lambda: intersect(torch.zeros(2).long(), None, torch.zeros(2).long().to("npu"), None),
             lambda: row_update(rows, rows[:, :4], optim.SGD(), 1, 0.1, torch.ones(4, device="npu")),
         ]
     )

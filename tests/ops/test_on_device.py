@@ -48,6 +48,7 @@ def test_emulated_cuda_kernels_have_the_bits_of_the_cpu(world, emulated_library:
         if "soak" not in group:
             assert world.call(cases.differences, group) == []
     assert world.call(cases.kernels_used) == cases.KERNELS
+    assert world.call(cases.key_differences) == 0
     assert world.call(cases.kernel_errors) == [
         "TypeError: lookup_pool: outs[0] must be a float32 tensor on npu:0, got float32 on cpu (shape [1, 8])",
         "TypeError: lookup_pool: rows must be a float32 tensor on npu:0, got float64 on npu (shape [4, 8])",
@@ -55,6 +56,7 @@ def test_emulated_cuda_kernels_have_the_bits_of_the_cpu(world, emulated_library:
         "ValueError: lookup_pool: pooling max needs `rows` in backward, got none",
         "TypeError: lookup_pool: rows must be a float32 tensor on npu:0, got float32 on cpu (shape [4, 8])",
         "TypeError: row_update: rows must be a float32 tensor on npu:0, got float64 on npu (shape [4, 8])",
+        "ValueError: intersect: keys_b must be on cpu, where the keys are, got npu:0",
         "TypeError: row_update: mask must be a bool or uint8 tensor on the CPU or npu:0, "
         "got float32 on npu (shape [4])",
     ]

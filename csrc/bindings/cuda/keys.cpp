@@ -2,9 +2,19 @@
 #include "bindings.h"
 #include "nestpipe/cuda/bucketize.h"
 #include "nestpipe/cuda/dedup.h"
+#include "nestpipe/cuda/intersect.h"
 
 namespace nestpipe {
 namespace cuda {
+
+namespace {
+
+KeyList to_list(const std::tuple<Address, Address, Count>& given) {
+  return {as_pointer<const std::int64_t>(std::get<0>(given)),
+          as_pointer<const std::int32_t>(std::get<1>(given)), std::get<2>(given)};
+}
+
+}  // namespace
 
 void bind_cuda_keys(py::module_& module) {
   const auto release = py::call_guard<py::gil_scoped_release>();
@@ -15,14 +25,27 @@ void bind_cuda_keys(py::module_& module) {
       [](const std::tuple<Address, Address, Count>& input, Address work,
          const std::tuple<Address, Address, Address, Address>& output, const Place& place) {
         at(place, [&](Stream stream) {
-          dedup({as_pointer<const std::int64_t>(std::get<0>(input)),
-                 as_pointer<const std::int32_t>(std::get<1>(input)), std::get<2>(input)},
-                as_pointer<void>(work),
+          dedup(to_list(input), as_pointer<void>(work),
                 {as_pointer<std::int64_t>(std::get<0>(output)),
                  as_pointer<std::int32_t>(std::get<1>(output)),
                  as_pointer<std::int64_t>(std::get<2>(output)),
                  as_pointer<std::int64_t>(std::get<3>(output))},
                 stream);
+        });
+      },
+      release);
+  module.def("intersect_work_bytes", &intersect_work_bytes);
+  // (keys, tables, size) of both, work, (index_a, index_b, num_matches)
+  module.def(
+      "intersect",
+      [](const std::tuple<Address, Address, Count>& a, const std::tuple<Address, Address, Count>& b,
+         Address work, const std::tuple<Address, Address, Address>& output, const Place& place) {
+        at(place, [&](Stream stream) {
+          intersect(to_list(a), to_list(b), as_pointer<void>(work),
+                    {as_pointer<std::int64_t>(std::get<0>(output)),
+                     as_pointer<std::int64_t>(std::get<1>(output)),
+                     as_pointer<std::int64_t>(std::get<2>(output))},
+                    stream);
         });
       },
       release);

@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #include "nestpipe/hash.h"
-#include "nestpipe/host_device.h"
 
 namespace nestpipe {
 

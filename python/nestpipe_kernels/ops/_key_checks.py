@@ -61,12 +61,12 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def key_vector(op: str, name: str, keys: Tensor, *, on_device: bool = False) -> Tensor:
-    """Keys as contiguous int64; int32 is widened, nothing is ever narrowed."""
+def key_vector(op: str, name: str, keys: Tensor, *, others: Tensor | None = None, on_device: bool = False) -> Tensor:
+    """Keys as contiguous int64, where other keys are, if there are any; int32 is widened, nothing is ever narrowed."""
     keys = as_tensor(keys)
     if isinstance(keys, Tensor) and keys.dtype == torch.int32:
         keys = keys.to(torch.int64)
-    check_vector(op, name, keys, (torch.int64,), on_device=on_device)
+    check_vector(op, name, keys, (torch.int64,), keys=others, on_device=on_device)
     if keys.numel() > MAX_KEYS:
         raise ValueError(f"{op}: {name} must have at most {MAX_KEYS} entries, got {keys.numel()}; split the call")
     return keys.contiguous()
