@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from unittest import mock
 import emulated_cuda
 import fake_npu
 from nestpipe_kernels.bench.on_device import dedup
+from nestpipe_kernels.bench.on_device import small_calls as small_calls_module
 from nestpipe_kernels.cli.main import main
 
 
@@ -21,12 +23,23 @@ def use_cuda_kernels(library: str) -> None:
     fake_npu.use_kernels(emulated_cuda.load(Path(library)))
 
 
-def run(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
-    """Exit code, JSON lines and messages of `nestpipe bench` with these arguments."""
+def _told(call: Callable[[], int]) -> tuple[int, str, str]:
+    """What a call returns, prints and says."""
     out, messages = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(messages):
-        code = main(["bench", *arguments])
-    return code, [json.loads(line) for line in out.getvalue().splitlines()], messages.getvalue()
+        code = call()
+    return code, out.getvalue(), messages.getvalue()
+
+
+def run(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, JSON lines and messages of `nestpipe bench` with these arguments."""
+    code, text, messages = _told(lambda: main(["bench", *arguments]))
+    return code, [json.loads(line) for line in text.splitlines()], messages
+
+
+def small_calls(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, text and messages of the calls for compute-sanitizer."""
+    return _told(lambda: small_calls_module.main(list(arguments)))
 
 
 def run_with_a_broken_case(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:

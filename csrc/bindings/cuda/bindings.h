@@ -33,6 +33,7 @@ void bind_cuda_keys(py::module_& module);
 void bind_cuda_optim(py::module_& module);
 void bind_cuda_pool(py::module_& module);
 void bind_cuda_rows(py::module_& module);
+void bind_cuda_store(py::module_& module);
 
 }  // namespace cuda
 }  // namespace nestpipe

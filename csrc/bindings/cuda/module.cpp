@@ -18,4 +18,5 @@ PYBIND11_MODULE(_cuda, module) {
   cuda::bind_cuda_optim(module);
   cuda::bind_cuda_pool(module);
   cuda::bind_cuda_rows(module);
+  cuda::bind_cuda_store(module);
 }

@@ -40,7 +40,11 @@ inline std::uint32_t slice_of(std::uint64_t h) { return static_cast<std::uint32_
 inline std::uint32_t shard_of(std::uint64_t h) {
   return static_cast<std::uint32_t>(h >> 40) & 0xFF;
 }
-inline std::uint32_t tag_of(std::uint64_t h) { return static_cast<std::uint32_t>(h >> 32) & 0xFF; }
-inline std::uint32_t group_of(std::uint64_t h) { return static_cast<std::uint32_t>(h); }
+NESTPIPE_HOST_DEVICE inline std::uint32_t tag_of(std::uint64_t h) {
+  return static_cast<std::uint32_t>(h >> 32) & 0xFF;
+}
+NESTPIPE_HOST_DEVICE inline std::uint32_t group_of(std::uint64_t h) {
+  return static_cast<std::uint32_t>(h);
+}
 
 }  // namespace nestpipe

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "nestpipe/hash.h"
+#include "nestpipe/host_device.h"
 
 namespace nestpipe {
 

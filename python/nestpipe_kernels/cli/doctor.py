@@ -19,7 +19,16 @@ from nestpipe_kernels.launch.machine import cpu_name, version_of
 
 __all__ = ["add_doctor", "examine"]
 
-OPTIONAL = ("torchrec", "fbgemm-gpu-cpu", "matplotlib", "pandas")
+OPTIONAL = (
+    "triton",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "torchrec",
+    "fbgemm-gpu",
+    "fbgemm-gpu-cpu",
+    "matplotlib",
+    "pandas",
+)
 
 
 def add_doctor(commands: Any) -> None:
@@ -73,17 +82,29 @@ def _torch() -> list[str]:
 
 
 def _devices() -> list[str]:
-    import torch
 
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(k) for k in range(cuda))
-    lines = ["cpu"]
-    if cuda:
-        lines.append(f"CUDA seen but not used by this version: {names}")
+    lines = ["cpu", *_cuda_devices()]
     npu = _npus()
     if npu:
         lines.append(npu)
     return ["; ".join(lines if len(lines) > 1 else [*lines, "no accelerator seen"])]
+
+
+def _cuda_devices() -> list[str]:
+    """CUDA devices, or why one that torch was built for cannot be used."""
+    import torch
+
+    from nestpipe_kernels.device import backend_for
+
+    if torch.version.cuda is None:
+        return []
+    try:
+        backend_for("cuda")
+    except RuntimeError as error:
+        return [f"no CUDA: {error}"]
+    names = [f"cuda:{k} ({torch.cuda.get_device_name(k)})" for k in range(torch.cuda.device_count())]
+    nccl = "nccl" if torch.distributed.is_nccl_available() else "no nccl: rows go through the host"
+    return [f"{', '.join(names)}, CUDA {torch.version.cuda}, {nccl}"]
 
 
 def _npus() -> str:
@@ -106,11 +127,17 @@ def _npus() -> str:
 
 
 def _extension() -> list[str]:
-    from nestpipe_kernels._native import ABI_VERSION, core
+    from nestpipe_kernels._native import ABI_VERSION, core, cuda
 
     module = core()
     built = getattr(module, "compiler", "unknown compiler")
-    return [f"_core interface {ABI_VERSION}, {built}, {module.num_threads()} threads, {module.__file__}"]
+    kernels = cuda()
+    lines = [f"_core interface {ABI_VERSION}, {built}, {module.num_threads()} threads, {module.__file__}"]
+    if kernels is None:
+        return [*lines, "no CUDA kernels in this installation"]
+    _, supported, version, problem = kernels.driver()
+    state = problem or f"the driver supports up to {supported // 1000}.{supported % 1000 // 10}"
+    return [*lines, f"_cuda built with CUDA {version // 1000}.{version % 1000 // 10}; {state}"]
 
 
 def _operations() -> list[str]:

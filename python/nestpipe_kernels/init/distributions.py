@@ -15,7 +15,7 @@ __all__ = ["Constant", "Initializer", "Normal", "TruncatedNormal", "Uniform", "Z
 
 FLOAT32_MAX = 3.4028234663852886e38
 SMALLEST_SHARE = 0.01
-"""Of a normal distribution that a TruncatedNormal must leave: csrc/store/init.cpp counts on it."""
+"""Of a normal distribution that a TruncatedNormal must leave: csrc/include/nestpipe/initial_value.h counts on it."""
 
 Parameters = tuple[float, float, float, float]
 

@@ -1,8 +1,9 @@
-"""Row stores: the native table of embedding rows that one process owns."""
+"""Row stores: the tables of embedding rows that one process owns, in host memory and on an accelerator."""
 
 from __future__ import annotations
 
+from .device_store import DeviceStore
 from .embedding_store import EmbeddingStore, RowMetadata
 from .file_tier import FileTier
 
-__all__ = ["EmbeddingStore", "FileTier", "RowMetadata"]
+__all__ = ["DeviceStore", "EmbeddingStore", "FileTier", "RowMetadata"]

@@ -24,8 +24,8 @@ MAX_BATCH = 1 << 62
 """Ages and the next index stay far from overflow."""
 
 
-def key_vector(operation: str, keys: Tensor) -> Tensor:
-    """keys as contiguous int64 [n] on the CPU; int32 is widened.
+def key_vector(operation: str, keys: Tensor, device: torch.device | None = None) -> Tensor:
+    """keys as contiguous int64 [n] on the CPU, or on `device`; int32 is widened.
 
     Raises:
         TypeError: not a tensor of int64 or int32. ValueError: not one-dimensional, or on another device.
@@ -41,22 +41,34 @@ def key_vector(operation: str, keys: Tensor) -> Tensor:
         )
     if keys.dim() != 1:
         raise ValueError(f"{operation}: keys must have shape [n], got {shape}: flatten them with keys.reshape(-1)")
-    if keys.device.type != "cpu":
+    if device is None and keys.device.type != "cpu":
         raise ValueError(f"{operation}: keys must be on the CPU, got {keys.device}: use keys.cpu()")
+    if device is not None and keys.device != device:
+        raise ValueError(f"{operation}: keys must be on {device}, got {keys.device}: use keys.to({str(device)!r})")
     return keys.to(torch.int64).contiguous()
 
 
-def check_tensor(operation: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
-    """A contiguous CPU tensor of this dtype and shape (None: any extent), whose address may go to native code."""
+def check_tensor(
+    operation: str,
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int | None],
+    device: torch.device | None = None,
+) -> None:
+    """A contiguous tensor of this dtype and shape (None: any extent), whose address may go to native code; on the CPU,
+    or on `device`."""
     found = tuple(tensor.shape)
     right = len(found) == len(shape) and all(want is None or got == want for got, want in zip(found, shape))
-    if tensor.dtype == dtype and right and tensor.is_contiguous() and tensor.is_cpu:
+    there = tensor.is_cpu if device is None else tensor.device == device
+    if tensor.dtype == dtype and right and tensor.is_contiguous() and there:
         return
     wanted = ", ".join("n" if extent is None else str(extent) for extent in shape)
+    kind = "CPU tensor" if device is None else f"tensor on {device}"
     layout = "contiguous" if tensor.is_contiguous() else f"strides {list(tensor.stride())}"
     error = TypeError if tensor.dtype != dtype else ValueError
     raise error(
-        f"{operation}: {name} must be a contiguous CPU tensor of {_short(dtype)} [{wanted}], "
+        f"{operation}: {name} must be a contiguous {kind} of {_short(dtype)} [{wanted}], "
         f"got {_short(tensor.dtype)} {list(found)} on {tensor.device}, {layout}"
     )
 

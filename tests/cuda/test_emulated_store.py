@@ -1,0 +1,422 @@
+"""The store in device memory, its kernels run by the emulator in random orders, beside the store in host memory after
+the same calls: the same handles, status, rows and metadata, bit for bit; and bugs that must be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_emulated_cuda import seeds_that_see
+from torch import Tensor
+
+import emulated_cuda as emulated
+from emulated_cuda import CSRC, EmulatedCuda
+from nestpipe_kernels import init, policy
+from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.optim import SGD, Adagrad, RowWiseAdagrad
+from nestpipe_kernels.store import DeviceStore, EmbeddingStore, RowMetadata
+from nestpipe_kernels.testing.policy_model import TableModel, hash_name
+from nestpipe_kernels.types import UNBOUNDED, DataType, KeyStatus, TableSpec
+
+CPU = torch.device("cpu")
+EXTREMES = [0, -1, -2, 1, 2**63 - 1, 2**63 - 2, -(2**63), -(2**63) + 1, 2**32, -(2**32)]
+FOUND, INSERTED, ABSENT, REFUSED = (s.value for s in list(KeyStatus)[:4])
+
+
+def spec(name: str = "t", **settings: Any) -> TableSpec:
+    return TableSpec(name, UNBOUNDED, settings.pop("start", None), settings.pop("seed", 3), **settings)
+
+
+def device_store(*tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any) -> DeviceStore:
+    """Small slabs, so that rows lie in several."""
+    made = {"device": CPU, "rows_per_slab": 32, "optimizer": optimizer or SGD(lr=0.1), **settings}
+    return DeviceStore(tables or (spec(),), dim=dim, **made)
+
+
+def both(
+    *tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any
+) -> tuple[DeviceStore, EmbeddingStore]:
+    tables = tables or (spec(),)
+    host = EmbeddingStore(tables, dim=dim, optimizer=optimizer or SGD(lr=0.1), **settings)
+    return device_store(*tables, dim=dim, optimizer=optimizer, **settings), host
+
+
+def bits(rows: Tensor) -> Tensor:
+    return rows.view(torch.int32)
+
+
+def contents(store: DeviceStore | EmbeddingStore, table: int = 0) -> dict[int, tuple[int, int, tuple[int, ...]]]:
+    """key -> (last_used, frequency, bits of the row)"""
+    keys, handles = store.export_table(table)
+    rows = torch.full((keys.numel(), store.row_floats), float("nan"))
+    store.gather(handles, keys, torch.full_like(keys, table, dtype=torch.int32), rows, None)
+    metadata = store.read_metadata(handles)
+    values = zip(metadata.last_used.tolist(), metadata.frequency.tolist(), map(tuple, bits(rows).tolist()))
+    return dict(zip(keys.tolist(), values))
+
+
+def assert_same(device: DeviceStore, host: EmbeddingStore) -> None:
+    for t in range(len(host.tables)):
+        assert device.size(t) == host.size(t)
+        assert contents(device, t) == contents(host, t)
+
+
+def hashes(keys: np.ndarray, table: str) -> np.ndarray:
+    x = keys.astype(np.uint64) ^ np.uint64(hash_name(table))
+    for shift, factor in ((32, 0x9FB21C651E98DF25), (29, 0xD6E8FEB86659FD93)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(32))
+
+
+def home_buckets(keys: np.ndarray, table: str, num_buckets: int) -> np.ndarray:
+    return (hashes(keys, table) & np.uint64(0xFFFFFFFF)) * np.uint64(num_buckets) >> np.uint64(32)
+
+
+def some_pairs(generator: torch.Generator, size: int, num_tables: int, spread: int) -> tuple[Tensor, Tensor]:
+    keys = torch.randint(-spread, spread, (size,), generator=generator)
+    keys[: len(EXTREMES)] = torch.tensor(EXTREMES)[: len(keys)]
+    keys = keys[torch.randperm(size, generator=generator)]
+    return keys, torch.randint(0, num_tables, (size,), generator=generator).int()
+
+
+def test_emulated_cuda_store_random_program(cuda: EmulatedCuda) -> None:
+    """Calls of all kinds on three tables; the index and the rows grow in between."""
+    device, host = both(spec("a"), spec("b", seed=9, default=init.Zeros()), spec("c"), dim=5, optimizer=Adagrad(lr=0.1))
+    generator = torch.Generator().manual_seed(5)
+    for step in range(7):
+        keys, tables = some_pairs(generator, (0, 1, 130, 300)[step % 4], 3, 60 * (step + 1))
+        counts = None if step % 2 else torch.randint(0, 5, keys.shape, generator=generator)
+        embeddings = torch.full((keys.numel(), 5), float("nan"))
+        ours = device.retrieve(keys, tables, counts, step - 1, embeddings)
+        theirs = host.retrieve(keys, tables, counts, step - 1)
+        assert torch.equal(ours.handles, theirs.handles)
+        assert torch.equal(ours.status, theirs.status)
+        assert torch.equal(embeddings, host.read_embeddings(theirs.handles, keys, tables))
+        rows = torch.randn(keys.numel(), host.row_floats, generator=generator)
+        _, last = np.unique(ours.handles.numpy(), return_index=True)
+        for store in (device, host):
+            store.write_back(ours.handles[last], rows[last])
+        gone, of_tables = some_pairs(generator, 70, 3, 60 * (step + 1))
+        assert torch.equal(device.erase_keys(gone, of_tables), host.erase_keys(gone, of_tables))
+        assert torch.equal(device.find_handles(gone, of_tables), host.find_handles(gone, of_tables))
+    assert_same(device, host)
+    assert len(device) == len(host)
+    assert device.last_batch == host.last_batch
+    keys, status = device.find(torch.tensor(EXTREMES), "b")
+    expected = host.find(torch.tensor(EXTREMES), "b")
+    assert torch.equal(keys, expected[0]) and torch.equal(status, expected[1])
+    for store in (device, host):
+        store.clear("b")
+    assert_same(device, host)
+    assert device.counters("b")["inserted"] == 0
+    device.clear()
+    assert len(device) == 0 and not contents(device)
+    assert device.find_or_insert(torch.tensor([7, 7]), "a")[1].tolist() == [INSERTED, FOUND]
+
+
+def test_emulated_cuda_store_repeated_keys_of_several_blocks(cuda: EmulatedCuda) -> None:
+    """Each key four times, in warps and blocks that run at the same time: one row, the first occurrence inserts it."""
+    device, host = both()
+    keys, tables = torch.arange(600) % 150, torch.zeros(600).int()
+    for batch in range(2):
+        ours, theirs = device.retrieve(keys, tables, None, batch), host.retrieve(keys, tables, None, batch)
+        assert torch.equal(ours.handles, theirs.handles) and torch.equal(ours.status, theirs.status)
+    assert_same(device, host)
+    assert device.erase(keys[:300]).tolist() == [FOUND] * 150 + [ABSENT] * 150
+    assert len(device) == 0
+
+
+def test_emulated_cuda_store_keys_of_one_bucket(cuda: EmulatedCuda) -> None:
+    """60 keys with the same home bucket lie in the next ones; those that are erased leave nothing behind."""
+    device, pool = device_store(), np.arange(40_000)
+    device._memory.take(device._memory.room(200, 1))
+    num_buckets = device._memory.tags.shape[0]
+    keys = torch.from_numpy(pool[home_buckets(pool, "t", num_buckets) == num_buckets - 1][:60].copy())
+    assert device.find_or_insert(keys)[1].tolist() == [INSERTED] * len(keys)
+    counts = device._memory.tags.view(torch.uint8).view(num_buckets, 16)
+    assert counts[-1, 15] == len(keys) - 15 and counts[0, 15] == len(keys) - 30
+    assert device.erase(keys[::2]).tolist() == [FOUND] * len(keys[::2])
+    assert device.find(keys)[1].tolist() == [ABSENT, FOUND] * (len(keys) // 2)
+    assert device.find_or_insert(keys)[1].tolist() == [INSERTED, FOUND] * (len(keys) // 2)
+    assert device.export_table()[1].tolist() == list(range(len(keys)))
+    assert device.erase(keys).tolist() == [FOUND] * len(keys)
+    assert not bool(device._memory.tags.any())
+
+
+def test_emulated_cuda_store_looks_at_few_buckets(cuda: EmulatedCuda) -> None:
+    """At its highest load, in the mean: buckets and entries that a search looks at for a key that is there, and buckets
+    for one that is not."""
+    device, keys = device_store(dim=1), np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 2500)
+    device.find_or_insert(torch.from_numpy(keys))
+    tags = device._memory.tags.numpy().view(np.uint8).reshape(-1, 16)
+    stored = device._memory.entries[:, 0].numpy().reshape(-1, 15)
+    assert len(keys) / stored.size > 0.74
+    places = {int(key): (b, s) for b, row in enumerate(stored) for s, key in enumerate(row) if tags[b, s]}
+    buckets = entries = absent = 0
+    for key, first, tag in zip(keys, home_buckets(keys, "t", len(tags)), hashes(keys, "t") >> np.uint64(32)):
+        bucket, slot = places[int(key)]
+        way = [(int(first) + step) % len(tags) for step in range((bucket - int(first)) % len(tags) + 1)]
+        equal = tags[way, :15] == max(int(tag) & 0xFF, 1)
+        buckets += len(way)
+        entries += int(equal[:-1].sum() + equal[-1, : slot + 1].sum())
+    for first in range(len(tags)):
+        absent += 1 + next(step for step in range(len(tags)) if tags[(first + step) % len(tags), 15] == 0)
+    print(buckets / len(keys), entries / len(keys), absent / len(tags))
+    assert 1 <= buckets / len(keys) < 1.08
+    assert 1 <= entries / len(keys) < 1.04
+    assert 1 <= absent / len(tags) < 1.4
+
+
+RULES = [policy.LRU(slack=0.25), policy.LFU(slack=0.1), policy.TTL(2, slack=0.1)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(cuda: EmulatedCuda, rule: Any) -> None:
+    """The full table refuses what the rule leaves no room for; a second table is never touched."""
+    device, host = both(spec("a", capacity=70, eviction=rule), spec("b", capacity=30))
+    model = TableModel("a", 70, eviction=rule)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(7):
+        keys = torch.randint(-70 - 15 * step, 15, (0 if step == 5 else 60,), generator=generator)
+        batch, of_a = (step if step < 5 else step + 3), torch.zeros(keys.numel()).int()
+        ours, theirs = device.retrieve(keys, of_a, None, batch), host.retrieve(keys, of_a, None, batch)
+        expected, _ = model.retrieve(keys.tolist(), None, batch)
+        assert ours.status.tolist() == theirs.status.tolist() == expected
+        ours, theirs = (s.retrieve(keys[:8] + step, of_a[:8] + 1, None, batch) for s in (device, host))
+        assert torch.equal(ours.status, theirs.status)
+        assert_same(device, host)
+        assert device.export_table("a")[0].sort().values.tolist() == sorted(model.rows)
+        for name, counted in device.counters("a").items():
+            assert counted == host.counters("a")[name] == model.counters[name]
+    assert device.counters("a")["evicted"] + device.counters("a")["expired"] > 0
+    assert device.counters("b")["refused"] > 0
+
+
+def test_emulated_cuda_store_full_tables_change_nothing_or_refuse_the_last_keys(cuda: EmulatedCuda) -> None:
+    device, host = both(spec("a", capacity=40), spec("b"))
+    device.find_or_insert(torch.arange(30), "a")
+    host.find_or_insert(torch.arange(30), "a")
+    before = contents(device)
+    full = r"find_or_insert: table 'a' is full: 20 new ones of 21 keys find no room beside its 30 rows \(capacity 40\)"
+    with pytest.raises(StoreFullError, match=full):
+        device.find_or_insert(torch.arange(29, 50), "a")
+    assert contents(device) == before and device.counters("a")["inserted"] == 30
+    keys, tables = torch.arange(29, 50).repeat(2), torch.tensor([0, 1]).repeat_interleave(21).int()
+    ours, theirs = (store.retrieve(keys, tables, None, -1) for store in (device, host))
+    assert torch.equal(ours.handles, theirs.handles) and torch.equal(ours.status, theirs.status)
+    assert ours.status.tolist().count(REFUSED) == 10
+    assert torch.equal(
+        device.read_embeddings(ours.handles, keys, tables), host.read_embeddings(theirs.handles, keys, tables)
+    )
+    assert_same(device, host)
+
+
+STARTS = [init.Normal(0.5, 2.0), init.TruncatedNormal(0.0, 1.0, -0.5, 2.0), init.Constant(0.3), None]
+
+
+@pytest.mark.parametrize(("dim", "data_type"), [(1, DataType.FP32), (7, DataType.FP16), (8, DataType.BF16),
+                                                (3, DataType.BF16), (130, DataType.FP32)])  # fmt: skip
+def test_emulated_cuda_store_rows_have_the_bits_of_the_host_store(
+    cuda: EmulatedCuda, dim: int, data_type: DataType
+) -> None:
+    tables = [spec(f"t{k}", start=start, seed=k - 1) for k, start in enumerate(STARTS)]
+    device, host = both(*tables, dim=dim, data_type=data_type, optimizer=RowWiseAdagrad(lr=0.1))
+    keys, of_tables = torch.tensor(EXTREMES).repeat(4), torch.arange(4).repeat_interleave(len(EXTREMES)).int()
+    made = keys[::2].contiguous(), of_tables[::2].contiguous()
+    ours = device.retrieve(*made, None, -1)
+    assert torch.equal(ours.handles, host.retrieve(*made, None, -1).handles)
+    values = torch.randn(len(made[0]), dim, generator=torch.Generator().manual_seed(dim)) * 300
+    index = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    results = []
+    for store in (device, host):
+        store.write_embeddings(ours.handles[:7], values[:7])
+        handles = store.find_handles(keys, of_tables)
+        rows = torch.full((40, store.row_floats), float("nan"))
+        store.gather(handles, keys, of_tables, rows, index)
+        results.append((handles, bits(rows), bits(store.read_embeddings(handles, keys, of_tables))))
+        store.write_metadata(handles[:6], RowMetadata(torch.arange(6), torch.arange(6) + 2**62))
+        store.retrieve(*made, torch.full((20,), 2**61 + 2**60), 4)
+        store.retrieve(*made, torch.full((20,), 2**61), 4)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert_same(device, host)
+    assert device.last_batch == host.last_batch == 4
+
+
+def test_emulated_cuda_store_export_and_load(cuda: EmulatedCuda) -> None:
+    device, other = device_store(spec("a"), spec("b")), device_store(spec("a"), spec("b"))
+    device.find_or_insert(torch.arange(80) * 7, "b", batch=6)
+    device.erase(torch.arange(20) * 7, "b")
+    keys, rows, metadata = device.export_rows("b")
+    assert keys.tolist() == [7 * k for k in range(20, 80)]
+    other.find_or_insert(keys[:9], "b")
+    other.load_rows(keys, torch.ones(60).int(), rows, metadata)
+    assert contents(other, 1) == contents(device, 1)
+    assert other.last_batch == 6 and other.counters("b")["inserted"] == 9
+    again = torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="load_rows: 1 of the new keys are repetitions; nothing was inserted"):
+        other.load_rows(again, torch.zeros(2).int(), rows[:2], RowMetadata(again, again))
+    small = device_store(spec("b", capacity=59))
+    with pytest.raises(StoreFullError, match="load_rows: table 'b' is full: 60 new ones of 60 keys"):
+        small.load_rows(keys, torch.zeros(60).int(), rows, metadata)
+    assert small.size() == 0
+
+
+def result_of(store: DeviceStore, keys: Tensor) -> tuple[str, Tensor | None]:
+    """What find_or_insert says where memory gives out, or the status."""
+    try:
+        return "", store.find_or_insert(keys)[1]
+    except StoreFullError as error:
+        return str(error), None
+
+
+def test_emulated_cuda_store_out_of_memory_changes_nothing(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each allocation of a call fails once; the call that then succeeds gives what it would have given at first."""
+    device, host = both()
+    for store in (device, host):
+        store.find_or_insert(torch.arange(20))
+    before, memory, failed = contents(device), device.memory(), 0
+    keys = torch.arange(10, 120)
+    for which in range(40):
+        made = [0]
+
+        def allocate(real: Callable[..., Tensor], made: list[int] = made, which: int = which) -> Callable[..., Tensor]:
+            def empty(*arguments: Any, **settings: Any) -> Tensor:
+                made[0] += 1
+                if made[0] == which + 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return real(*arguments, **settings)
+
+            return empty
+
+        with monkeypatch.context() as patch:
+            for name in ("empty", "zeros"):
+                patch.setattr(torch, name, allocate(getattr(torch, name)))
+            message, status = result_of(device, keys)
+        if status is not None:
+            break
+        assert message.startswith("find_or_insert: no memory on cpu for") and "nothing was inserted" in message
+        failed += 1
+        assert contents(device) == before and device.memory() == memory
+    assert failed >= 6
+    assert status is not None and torch.equal(status, host.find_or_insert(keys)[1])
+    assert_same(device, host)
+
+
+def test_emulated_cuda_store_names_what_is_wrong(cuda: EmulatedCuda) -> None:
+    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1).int()
+    device = device_store()
+    with pytest.raises(IndexError, match=r"retrieve: table indices must be in \[0, 1\), got 1 that are not"):
+        device.retrieve(one, zero + 1, None, 0)
+    with pytest.raises(ValueError, match="retrieve: counts must be >= 0, got 1 that are not; nothing was changed"):
+        device.retrieve(one, zero, -one, 0)
+    assert len(device) == 0
+    assert device.read_embeddings(one * 4, one, zero).shape == (1, 4)
+    with pytest.raises(IndexError, match="1 row handles or places since the device was last asked do not exist"):
+        device.size()
+    assert device.size() == 0
+    with pytest.raises(TypeError, match="retrieve: keys must be a contiguous tensor on cpu of int64"):
+        device.retrieve(one.int(), zero, None, 0)
+    with pytest.raises(ValueError, match="find: keys must be on cpu, got meta: use keys"):
+        device.find(torch.empty(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="device store: no table 'x': name one of t"):
+        device.find(one, "x")
+    fixed = DeviceStore([TableSpec("f", 10, None, 0)], dim=4, optimizer=SGD(lr=0.1), device="cpu")
+    with pytest.raises(IndexError, match="find_or_insert: 2 keys are outside their fixed table; nothing was inserted"):
+        fixed.find_or_insert(torch.tensor([1, 10, -1]))
+    assert len(fixed) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tables": [spec(admission=policy.MinFrequency(2))]}, "table 't' has admission MinFrequency.*EmbeddingStore"),
+        (
+            {"tables": [spec(capacity=9, eviction=policy.Score(len))]},
+            "table 't' evicts by a function; LRU, LFU and TTL",
+        ),
+        ({"tables": [spec(start=init.Custom(len))]}, "table 't' has initial values from a function"),
+        ({"tables": [spec(), spec()]}, "device store: table names must be distinct, got"),
+        ({"dim": 2049}, r"device store: dim must be an integer in \[1, 2048\], got 2049"),
+        ({"load": 0.95}, r"device store: load must be in \(0, 0.9\], got 0.95"),
+        ({"rows_per_slab": 48}, "device store: rows_per_slab must be a power of two from 32 on, or None, got 48"),
+    ],
+)
+def test_emulated_cuda_store_refuses_settings(cuda: EmulatedCuda, settings: dict[str, Any], words: str) -> None:
+    given = {"tables": [spec()], "dim": 4, "optimizer": SGD(lr=0.1), "device": "cpu", **settings}
+    with pytest.raises(ValueError, match=words):
+        DeviceStore(given.pop("tables"), **given)
+
+
+def test_device_store_needs_kernels() -> None:
+    with pytest.raises(RuntimeError, match="device store: no native kernels for tensors on cpu: install a wheel built"):
+        device_store()
+
+
+# ----------------------------------------------------------------------------------------------------- planted bugs
+
+
+def store_is_right(cuda: EmulatedCuda) -> bool:
+    """Few keys, each in several warps, in an index as full as may be."""
+    with cuda.used_for():
+        device, host = device_store(load=0.9), both()[1]
+        keys = torch.arange(400) % 130
+        tables = torch.zeros(400).int()
+        ours, theirs = device.retrieve(keys, tables, None, 0), host.retrieve(keys, tables, None, 0)
+        same = torch.equal(ours.handles, theirs.handles) and torch.equal(ours.status, theirs.status)
+        return same and torch.equal(device.find_handles(keys, tables), theirs.handles) and device.size() == 130
+
+
+WRITE_NEW = """    launch(write_new, num_blocks(num_new * kWarpSize, kThreads), kThreads, 0, stream, store, places,
+           in, missing, rows, num_new);
+"""
+FINISH = "           places, in, use, missing, rows, plan.num_missing, out);\n"
+BUGS = {
+    "a lost compare-and-swap of a tag": (
+        "device_insert.cu",
+        {
+            "const std::uint32_t before = atomicCAS(word, seen, seen | tag << 8 * byte);\n":
+            "const std::uint32_t before = load_racing(word);\n"
+            "    if (before == seen) store_racing(word, seen | tag << 8 * byte);\n"
+        },
+    ),
+    "a slot that is not looked at again": (
+        "device_insert.cu",
+        {"    if (before == seen) return byte;\n": "    return byte;\n"},
+    ),
+    "repeated keys that others entered meanwhile": (
+        "device_missing.cu",
+        {"    walked = head;\n": "    walked = found;\n"},
+    ),
+    "handles that are read before they are written": ("device_insert.cu", {WRITE_NEW: "", FINISH: FINISH + WRITE_NEW}),
+}  # fmt: skip
+
+
+def plant(objects: list[Path], source: str, changes: dict[str, str], folder: Path) -> Path:
+    """The extension with changes in one source or in the headers beside it, which come first for the linker: it takes
+    the first of several copies of an inline function."""
+    texts = {path: path.read_text() for path in [*(CSRC / "store").glob("*.cuh"), CSRC / "store" / source]}
+    for right, wrong in changes.items():
+        assert sum(text.count(right) for text in texts.values()) == 1, right
+        texts = {path: text.replace(right, wrong) for path, text in texts.items()}
+    for path, text in texts.items():
+        (folder / path.name).write_text(text.replace('#include "../cuda/', '#include "'))
+    made = emulated.compile_all([folder / source], folder, "-O0", "-Wno-error")
+    others = [path for path in objects if path.stem != Path(source).stem]
+    return emulated.link([*made, *others], folder / "_cuda.so", "-shared")
+
+
+def test_emulated_cuda_store_sees_nothing_where_nothing_is_planted(emulated_library: Path) -> None:
+    assert seeds_that_see(emulated_library, store_is_right) == 0
+
+
+SHORT = "a lost compare-and-swap of a tag"
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.soak] * (bug != SHORT)) for bug in BUGS])
+def test_emulated_cuda_store_sees(emulated_objects: list[Path], tmp_path: Path, bug: str) -> None:
+    source, changes = BUGS[bug]
+    assert seeds_that_see(plant(emulated_objects, source, changes, tmp_path), store_is_right) >= 2
