@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+import nestpipe_kernels as nk
 from nestpipe_kernels.ops._arrays import as_tensor
 from nestpipe_kernels.ops.bucketize import bucketize
 from nestpipe_kernels.ops.dedup import dedup
 from nestpipe_kernels.ops.intersect import intersect
+from nestpipe_kernels.store import EmbeddingStore
 
 
 def test_an_array_and_its_tensor_share_memory() -> None:
@@ -25,6 +27,19 @@ def test_operations_on_keys_take_arrays() -> None:
     assert dedup(keys, np.zeros(4, dtype=np.int32)).inverse.tolist() == [0, 1, 0, 2]  # type: ignore[arg-type]
     assert bucketize(np.array([1, 0], dtype=np.int32), 2)[0].tolist() == [1, 0]  # type: ignore[arg-type]
     assert intersect(keys[:2], None, torch.tensor([-1]), None)[0].tolist() == [1]  # type: ignore[arg-type]
+
+
+def test_modules_stores_and_jagged_types_take_arrays() -> None:
+    ids, lengths = np.array([3, 1, 3]), np.array([2, 1])
+    features = nk.KeyedJaggedTensor(["f"], ids, lengths=lengths)  # type: ignore[arg-type]
+    assert torch.equal(features.values(), torch.from_numpy(ids)) and features.stride() == 2
+    assert nk.JaggedTensor(ids, lengths=lengths).lengths().tolist() == [2, 1]  # type: ignore[arg-type]
+    embedding = nk.nn.Embedding(5, 4, optimizer=nk.optim.SGD(0.1))
+    assert torch.equal(embedding(ids), embedding(torch.from_numpy(ids)))
+    bag = nk.nn.EmbeddingBag(5, 4, mode="sum", optimizer=nk.optim.SGD(0.1))
+    assert torch.equal(bag(ids, np.array([0, 2])), bag(torch.from_numpy(ids), torch.tensor([0, 2])))
+    store = EmbeddingStore(name="t", dim=4, optimizer=nk.optim.SGD(0.1))
+    assert store.find_or_insert(ids)[1].tolist() == [1, 1, 0]  # type: ignore[arg-type]
 
 
 def test_an_array_that_cannot_be_shared_is_named() -> None:

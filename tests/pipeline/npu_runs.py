@@ -243,3 +243,19 @@ def special_stores() -> list[str]:
             compare(bounded("exact_2", "lru", 8, world_size=1, batches=5, seed=1), "nested+early"),
             compare(Scenario(world_size=1, batches=3, tables=filed), "nested"),
         ]
+
+
+def features_on_the_device() -> list[bool]:
+    """Whether lookups of features that lie there give what those on the host give; without a pipeline."""
+    fake_npu.install()
+    tables = [nk.EmbeddingBagConfig(20, 4, "t", feature_names=["f"])]
+    alone = InMemoryWorld(1).communicator(0)
+    plain = nk.EmbeddingBagCollection(tables, optimizer=nk.optim.SGD(0.1), process_group=alone)
+    weighted = nk.EmbeddingBagCollection(tables, optimizer=nk.optim.SGD(0.1), process_group=alone, is_weighted=True)
+    features = nk.KeyedJaggedTensor(["f"], torch.tensor([3, 1, 3]), torch.rand(3), lengths=torch.tensor([2, 1]))
+    found = [torch.equal(weighted(features).values(), weighted(features.to("npu")).values())]
+    bare = nk.KeyedJaggedTensor(["f"], features.values(), lengths=features.lengths())
+    found.append(torch.equal(plain(bare).values(), plain(bare.to("npu")).values()))
+    weights = torch.rand(3).to("npu").requires_grad_()
+    moved = nk.KeyedJaggedTensor(["f"], bare.values().to("npu"), weights, lengths=bare.lengths().to("npu"))
+    return [*found, "weights that require a gradient must be on the CPU" in _said(lambda: weighted(moved), TypeError)]

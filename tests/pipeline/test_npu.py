@@ -146,6 +146,10 @@ def test_models_and_settings_that_do_not_fit_the_device_are_refused(world):
     )
 
 
+def test_features_on_the_device_are_taken(world):
+    assert run(world, cases.features_on_the_device) == [True, True, True]
+
+
 def test_what_is_not_ordered_shows_on_the_stand_in(world):
     """Last, and in the process that has no other test but those of both: see `compare_damaged`."""
     found = {damage: run(world, cases.compare_damaged, cases.DAMAGED, damage, ranks=(1,)) for damage in cases.DAMAGES}

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from nestpipe_kernels.jagged.bags import check_bags, lengths_to_offsets, offsets_to_lengths
+from nestpipe_kernels.ops._arrays import as_tensor
 
 __all__ = ["JaggedTensor"]
 
 
 class JaggedTensor:
-    """Rows of different lengths, laid end to end.
+    """Rows of different lengths, laid end to end. Arrays of other libraries are taken as tensors, by DLPack.
 
     Args:
         values: [n, ...], any dtype.
@@ -39,6 +40,7 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        values, weights, lengths, offsets = map(as_tensor, (values, weights, lengths, offsets))
         lengths, offsets = check_bags("JaggedTensor", values, weights, lengths, offsets, None)
         self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
 

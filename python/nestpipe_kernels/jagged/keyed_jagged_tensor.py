@@ -22,12 +22,13 @@ from nestpipe_kernels.jagged.bags import (
     offsets_to_lengths,
 )
 from nestpipe_kernels.jagged.jagged_tensor import JaggedTensor
+from nestpipe_kernels.ops._arrays import as_tensor
 
 __all__ = ["KeyedJaggedTensor"]
 
 
 class KeyedJaggedTensor:
-    """Bags of F features for B samples.
+    """Bags of F features for B samples. Arrays of other libraries are taken as tensors, by DLPack.
 
     Args:
         keys: F feature names, distinct.
@@ -61,6 +62,7 @@ class KeyedJaggedTensor:
         stride: int | None = None,
     ) -> None:
         keys = _check_keys(keys)
+        values, weights, lengths, offsets = map(as_tensor, (values, weights, lengths, offsets))
         if stride is None:
             stride = _infer_stride(len(keys), lengths, offsets)
         elif stride < 0:

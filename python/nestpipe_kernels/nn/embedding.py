@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.nn.drop_in import TableModule, check_arguments, matrix_shape, table_config
+from nestpipe_kernels.ops._arrays import as_tensor
 from nestpipe_kernels.types import SparseOptimizer
 
 __all__ = ["Embedding"]
@@ -96,6 +97,7 @@ class Embedding(TableModule):
             IndexError: an id outside a fixed vocabulary.
             TypeError: not an integer tensor.
         """
+        input = as_tensor(input)
         rows: Tensor = self.look_up(input)
         if self.padding_idx is None or not rows.requires_grad:
             return rows

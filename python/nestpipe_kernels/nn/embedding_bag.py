@@ -11,6 +11,7 @@ from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.jagged import JaggedTensor
 from nestpipe_kernels.nn.drop_in import TableModule, check_arguments, matrix_shape, table_config
 from nestpipe_kernels.nn.plan import Samples
+from nestpipe_kernels.ops._arrays import as_tensor
 from nestpipe_kernels.types import JaggedLike, LookupCall, PoolingType, SparseOptimizer, StoreKeys
 
 __all__ = ["EmbeddingBag"]
@@ -107,6 +108,7 @@ class EmbeddingBag(TableModule):
             TypeError: tensors of another type.
             ValueError: shapes that do not fit, weights with another mode.
         """
+        input, offsets, per_sample_weights = map(as_tensor, (input, offsets, per_sample_weights))
         lengths = self._lengths(input, offsets)
         if per_sample_weights is not None:
             self._check_weights(per_sample_weights, input)

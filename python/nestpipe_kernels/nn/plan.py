@@ -55,7 +55,7 @@ def read_features(features: Any, needed: Sequence[str], owner: str, weighted: bo
         weighted: whether per-sample weights are required (True), forbidden (False) or ignored (None).
 
     Raises:
-        TypeError: not a KeyedJaggedTensor, or tensors of the wrong dtype or device.
+        TypeError: not a KeyedJaggedTensor, tensors of the wrong dtype, or weights with gradients on another device.
         ValueError: missing keys, lengths that do not fit, weights missing or unexpected.
     """
     if type(features) is not KeyedJaggedTensor and not isinstance(features, KeyedJaggedLike):
@@ -222,21 +222,22 @@ def _check_range(segment: Segment, batch: CallInput, owner: str) -> None:
 
 
 def checked_values(values: Tensor, owner: str) -> Tensor:
-    """int64 [n], a copy of one dimension of ids. Raises TypeError for another dtype, shape or device."""
+    """int64 [n] on the CPU, a copy of one dimension of ids; from an accelerator it waits for that.
+
+    Raises TypeError for another dtype or shape.
+    """
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
         raise TypeError(
             f"{owner}: feature values must be int64 (or int32) [n], got {_describe(values)}; "
             "other types lose digits of keys"
         )
-    if values.device.type != "cpu":
-        raise TypeError(f"{owner}: feature values must be on the CPU, got {values.device}")
     # By numpy: torch would wake threads for it, which then wait for more, busily, where ours want to work.
-    return torch.from_numpy(np.array(values.numpy(), dtype=np.int64, order="C"))
+    return torch.from_numpy(np.array(values.cpu().numpy(), dtype=np.int64, order="C"))
 
 
 def _checked_lengths(features: KeyedJaggedLike, num_keys: int, num_values: int, owner: str) -> tuple[Tensor, list[int]]:
     stride = int(features.stride())
-    lengths = features.lengths()
+    lengths = features.lengths().cpu()
     if lengths.numel() != num_keys * stride:
         raise ValueError(
             f"{owner}: {num_keys} keys with {stride} samples need {num_keys * stride} lengths, got {lengths.numel()}"
@@ -266,6 +267,13 @@ def _checked_weights(features: KeyedJaggedLike, num_values: int, owner: str, wei
         raise ValueError(f"{owner}: is_weighted is True, but the input has no per-sample weights")
     if weights.dtype != torch.float32:
         raise TypeError(f"{owner}: per-sample weights must be float32, got {_describe(weights)}")
+    if not weights.is_cpu:
+        if weights.requires_grad:
+            raise TypeError(
+                f"{owner}: per-sample weights that require a gradient must be on the CPU, got {weights.device}; move "
+                "them with .cpu(), which passes gradients on"
+            )
+        weights = weights.cpu()
     if weights.dim() != 1 or weights.numel() != num_values:
         raise ValueError(f"{owner}: {num_values} values need as many weights, got {_describe(weights)}")
     return weights

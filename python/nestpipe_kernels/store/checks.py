@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ops._arrays import as_tensor
 from ..types import UNBOUNDED, DataType, TableSpec
 
 __all__ = [
@@ -30,6 +31,7 @@ def key_vector(operation: str, keys: Tensor, device: torch.device | None = None)
     Raises:
         TypeError: not a tensor of int64 or int32. ValueError: not one-dimensional, or on another device.
     """
+    keys = as_tensor(keys)
     if not isinstance(keys, Tensor):
         raise TypeError(f"{operation}: keys must be an int64 tensor, got {type(keys).__name__}: use torch.tensor(keys)")
     shape = list(keys.shape)
