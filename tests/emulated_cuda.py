@@ -36,6 +36,9 @@ EMULATOR = ROOT / "tests" / "cuda" / "emulator.cpp"
 BINDINGS = sorted((CSRC / "bindings" / "cuda").glob("*.cpp"))
 ALL_BINDINGS = "all_bindings.cpp"
 """All of them in one file, not optimized: what they include takes most of the time."""
+HEADERS = "headers.h"
+COMMON = ["<algorithm>", "<functional>", "<memory>", "<string>", "<vector>", '"nestpipe/cuda/emulated.h"']
+"""What most sources include: compiled once for all of them."""
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"]
 INCLUDE = [f"-I{CSRC / 'include'}", f"-I{ROOT / 'tests' / 'cuda' / 'include'}", f"-I{CSRC / 'cuda'}"]
@@ -61,17 +64,21 @@ def object_of(source: Path, folder: Path) -> Path:
 def compile_all(sources: Sequence[Path], folder: Path, *flags: str) -> list[Path]:
     """Object files of the sources, two at a time."""
     folder.mkdir(parents=True, exist_ok=True)
+    headers = ["-include", str(folder / HEADERS)] if (folder / f"{HEADERS}.gch").exists() else []
 
     def compile_one(source: Path) -> Path:
-        made = object_of(source, folder)
-        kind = ["-O0", *PYTHON] if source.name == ALL_BINDINGS else ["-O1", *WARNINGS]
-        command = [compiler(), *FLAGS, *kind, *flags, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return made
+        kind = ["-O0", *PYTHON] if source.name == ALL_BINDINGS else ["-O1", *WARNINGS, *headers]
+        return _compile("c++", source, object_of(source, folder), *kind, *flags)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(compile_one, sources))
+
+
+def _compile(language: str, source: Path, made: Path, *flags: str) -> Path:
+    command = [compiler(), *FLAGS, *flags, *INCLUDE, "-x", language, "-c", str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return made
 
 
 def link(objects: Sequence[Path], made: Path, *flags: str) -> Path:
@@ -91,6 +98,9 @@ def build(folder: Path) -> list[Path]:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
+            headers = folder / HEADERS
+            headers.write_text("".join(f"#include {name}\n" for name in COMMON))
+            _compile("c++-header", headers, folder / f"{HEADERS}.gch", "-O1", *WARNINGS)
             bindings.write_text("".join(f'#include "{path}"\n' for path in BINDINGS))
             linked = link(compile_all(sources, folder), folder / "linked.so", "-shared")
             linked.rename(made)
