@@ -71,13 +71,7 @@ def _add_device_options(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--repeat", type=positive, default=20, help="timed rounds")
     device.add_argument("--seed", type=int, default=0, help="seed of keys and values")
     device.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
-    parser.set_defaults(run=_run_on_device)
-
-
-def _run_on_device(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if parsed.device is None:
-        raise ValueError("name a CASE, or an accelerator with --device; nestpipe bench --help lists both")
-    return int(_module("on_device.frame").run(parsed))
+    parser.set_defaults(run=_run)
 
 
 def _add_case(cases: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -234,6 +228,10 @@ def _add_consistency(cases: Any) -> None:
 def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     # By name: the suite's folder lies outside the package's source folder and joins it in the wheel.
     module = parsed.case
+    if parsed.case is None:
+        if parsed.device is None:
+            raise ValueError("name a CASE, or an accelerator with --device; nestpipe bench --help lists both")
+        module = "on_device.frame"
     if parsed.case in KERNEL_CASES:
         unknown = [name for name in parsed.more if name not in KERNEL_CASES]
         if unknown:
