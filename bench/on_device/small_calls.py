@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from nestpipe_kernels import optim
+from nestpipe_kernels import optim, policy
 from nestpipe_kernels.device import backend_for
 from nestpipe_kernels.ops.bucketize import bucketize
 from nestpipe_kernels.ops.dedup import dedup
@@ -21,7 +21,8 @@ from nestpipe_kernels.ops.row_sync import row_sync
 from nestpipe_kernels.ops.row_update import row_update
 from nestpipe_kernels.ops.scatter_add_rows import scatter_add_rows, scatter_rows, zero_rows
 from nestpipe_kernels.ops.take_rows import take_rows
-from nestpipe_kernels.types import DataType
+from nestpipe_kernels.store import DeviceStore
+from nestpipe_kernels.types import UNBOUNDED, DataType, TableSpec
 
 __all__ = ["main"]
 
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     backend = backend_for(parsed.device)
     for size in parsed.sizes:
         _keys(backend.device, size)
+        _store(backend.device, size)
         for dim in DIMS:
             _rows(backend.device, size, dim)
     backend.synchronize()
@@ -53,6 +55,26 @@ def _keys(device: torch.device, size: int) -> None:
         dedup(keys, torch.randint(3, (size,), generator=chance).to(torch.int32).to(device))
     for buckets in (1, 300):
         bucketize(torch.randint(buckets, (size,), generator=chance).to(torch.int32).to(device), buckets)
+
+
+def _store(device: torch.device, size: int) -> None:
+    """Keys that come twice, that leave by a rule, that are erased, exported and loaded again."""
+    rules = ((64, DataType.FP32, policy.LRU()), (7, DataType.FP16, policy.LFU()), (8, DataType.BF16, policy.TTL(1)))
+    for dim, kind, rule in rules:
+        table = TableSpec("t", UNBOUNDED, None, 0, max(size // 2, 1), eviction=rule)
+        store, other = (
+            DeviceStore([table], dim=dim, optimizer=optim.SGD(), device=device, data_type=kind) for _ in range(2)
+        )
+        keys = (torch.arange(size) * 7 % max(size // 3, 1)).to(device)
+        for batch in range(3):
+            store.find_or_insert(keys + batch * size // 4, batch=batch)
+        store.erase(keys[: size // 2])
+        store.find(keys)
+        found, rows, metadata = store.export_rows()
+        tables = torch.zeros_like(found, dtype=torch.int32)
+        other.load_rows(found, tables, rows, metadata)
+        other.write_embeddings(other.find_handles(found, tables), torch.zeros(len(found), dim, device=device))
+        store.clear("t")
 
 
 def _rows(device: torch.device, size: int, dim: int) -> None:

@@ -213,7 +213,7 @@ unsigned some_blocks(std::int64_t size) {
 
 }  // namespace
 
-std::size_t store_evict_bytes(std::int64_t num_rows) {
+std::size_t store_evict_work_bytes(std::int64_t num_rows) {
   Carve carve(nullptr);
   lay_out(carve, num_rows);
   return carve.used();

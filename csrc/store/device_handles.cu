@@ -185,7 +185,7 @@ void store_write_metadata(const StoreView& store, const DeviceHandles& rows,
          places_of(store), rows, last_used, frequency);
 }
 
-std::size_t store_list_bytes(std::int64_t num_rows) {
+std::size_t store_list_work_bytes(std::int64_t num_rows) {
   Carve carve(nullptr);
   carve.take<std::int32_t>(num_rows);
   carve.take<std::int32_t>(scan_work_items(num_rows));

@@ -34,7 +34,7 @@ NewRows lay_out(Carve& carve, const StoreView&, const InsertPlan& plan) {
   const std::int64_t longest = rows.num_words > plan.num_new ? rows.num_words : plan.num_new;
   rows.scan_work = carve.take<std::int32_t>(scan_work_items(longest));
   rows.evict_work =
-      carve.take<unsigned char>(plan.num_evicts > 0 ? store_evict_bytes(plan.num_rows) : 0);
+      carve.take<unsigned char>(plan.num_evicts > 0 ? store_evict_work_bytes(plan.num_rows) : 0);
   return rows;
 }
 
@@ -198,7 +198,7 @@ __global__ void finish_missing(StoreView store, RowPlaces places, DeviceKeys in,
 
 }  // namespace
 
-std::size_t store_insert_bytes(const StoreView& store, const InsertPlan& plan) {
+std::size_t store_insert_work_bytes(const StoreView& store, const InsertPlan& plan) {
   Carve carve(nullptr);
   lay_out(carve, store, plan);
   return carve.used();

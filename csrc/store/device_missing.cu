@@ -111,7 +111,7 @@ __global__ void number_new(StoreView store, DeviceKeys in, MissingKeys missing) 
 
 }  // namespace
 
-std::size_t store_missing_bytes(std::int64_t size) {
+std::size_t store_missing_work_bytes(std::int64_t size) {
   Carve carve(nullptr);
   lay_out_missing(carve, size);
   return carve.used();

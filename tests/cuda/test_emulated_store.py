@@ -33,7 +33,7 @@ def spec(name: str = "t", **settings: Any) -> TableSpec:
 
 def device_store(*tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any) -> DeviceStore:
     """Small slabs, so that rows lie in several."""
-    made = {"device": CPU, "rows_per_slab": 32, "optimizer": optimizer or SGD(lr=0.1), **settings}
+    made: dict[str, Any] = {"device": CPU, "rows_per_slab": 32, "optimizer": optimizer or SGD(lr=0.1), **settings}
     return DeviceStore(tables or (spec(),), dim=dim, **made)
 
 
@@ -49,7 +49,7 @@ def bits(rows: Tensor) -> Tensor:
     return rows.view(torch.int32)
 
 
-def contents(store: DeviceStore | EmbeddingStore, table: int = 0) -> dict[int, tuple[int, int, tuple[int, ...]]]:
+def contents(store: Any, table: int = 0) -> dict[int, tuple[int, int, tuple[int, ...]]]:
     """key -> (last_used, frequency, bits of the row)"""
     keys, handles = store.export_table(table)
     rows = torch.full((keys.numel(), store.row_floats), float("nan"))
@@ -59,7 +59,7 @@ def contents(store: DeviceStore | EmbeddingStore, table: int = 0) -> dict[int, t
     return dict(zip(keys.tolist(), values))
 
 
-def assert_same(device: DeviceStore, host: EmbeddingStore) -> None:
+def assert_same(device: Any, host: EmbeddingStore) -> None:
     for t in range(len(host.tables)):
         assert device.size(t) == host.size(t)
         assert contents(device, t) == contents(host, t)
@@ -83,9 +83,16 @@ def some_pairs(generator: torch.Generator, size: int, num_tables: int, spread: i
     return keys, torch.randint(0, num_tables, (size,), generator=generator).int()
 
 
+PROGRAM = ((spec("a"), spec("b", seed=9, default=init.Zeros()), spec("c")), {"dim": 5, "optimizer": Adagrad(lr=0.1)})
+"""Tables and settings of `random_program`."""
+
+
 def test_emulated_cuda_store_random_program(cuda: EmulatedCuda) -> None:
+    random_program(*both(*PROGRAM[0], **PROGRAM[1]))
+
+
+def random_program(device: Any, host: EmbeddingStore) -> None:
     """Calls of all kinds on three tables; the index and the rows grow in between."""
-    device, host = both(spec("a"), spec("b", seed=9, default=init.Zeros()), spec("c"), dim=5, optimizer=Adagrad(lr=0.1))
     generator = torch.Generator().manual_seed(5)
     for step in range(7):
         keys, tables = some_pairs(generator, (0, 1, 130, 300)[step % 4], 3, 60 * (step + 1))
@@ -174,10 +181,17 @@ def test_emulated_cuda_store_looks_at_few_buckets(cuda: EmulatedCuda) -> None:
 RULES = [policy.LRU(slack=0.25), policy.LFU(slack=0.1), policy.TTL(2, slack=0.1)]
 
 
+def full_tables(rule: Any) -> tuple[TableSpec, TableSpec]:
+    return spec("a", capacity=70, eviction=rule), spec("b", capacity=30)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(cuda: EmulatedCuda, rule: Any) -> None:
+    evictions(rule, *both(*full_tables(rule)))
+
+
+def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
     """The full table refuses what the rule leaves no room for; a second table is never touched."""
-    device, host = both(spec("a", capacity=70, eviction=rule), spec("b", capacity=30))
     model = TableModel("a", 70, eviction=rule)
     generator = torch.Generator().manual_seed(2)
     for step in range(7):
@@ -304,6 +318,26 @@ def test_emulated_cuda_store_out_of_memory_changes_nothing(cuda: EmulatedCuda, m
     assert failed >= 6
     assert status is not None and torch.equal(status, host.find_or_insert(keys)[1])
     assert_same(device, host)
+
+
+def test_emulated_cuda_store_reserves_memory(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as asked for, at the highest load; keys that were there stay."""
+    device = device_store()
+    device.find_or_insert(torch.arange(9))
+    device.reserve(500)
+    memory = device.memory()
+    assert memory["index"] == (int(500 / 11.25) + 1) * (16 + 15 * 16) and memory["slabs"] == 512 * 64
+    device.find_or_insert(torch.arange(500))
+    assert device.memory() == memory and device.export_table()[1].tolist() == list(range(500))
+    with pytest.raises(ValueError, match=r"reserve: num_keys must be in \[0, 2147483647\], got -1"):
+        device.reserve(-1)
+    monkeypatch.setattr(torch, "zeros", out_of_memory)
+    with pytest.raises(StoreFullError, match="reserve: no memory on cpu for 99500 new keys beside its index of 0 MB"):
+        device.reserve(100_000)
+
+
+def out_of_memory(*_: Any, **__: Any) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_emulated_cuda_store_names_what_is_wrong(cuda: EmulatedCuda) -> None:

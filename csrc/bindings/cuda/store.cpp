@@ -139,13 +139,13 @@ void rows(const Lists& a, const Place& place) {
 }
 
 // (size)
-std::size_t missing_bytes(const Lists& a) { return store_missing_bytes(a.at(0).at(0)); }
+std::size_t missing_bytes(const Lists& a) { return store_missing_work_bytes(a.at(0).at(0)); }
 // view, three of the plan
 std::size_t insert_bytes(const Lists& a) {
-  return store_insert_bytes(view_of(a.at(0)), plan_of(a.at(1), a.at(2), a.at(3)));
+  return store_insert_work_bytes(view_of(a.at(0)), plan_of(a.at(1), a.at(2), a.at(3)));
 }
 // (num_rows)
-std::size_t list_bytes(const Lists& a) { return store_list_bytes(a.at(0).at(0)); }
+std::size_t list_bytes(const Lists& a) { return store_list_work_bytes(a.at(0).at(0)); }
 
 }  // namespace
 
@@ -161,9 +161,9 @@ void bind_cuda_store(py::module_& module) {
   for (const auto& [name, call] : calls) {
     module.def(name, call, py::call_guard<py::gil_scoped_release>());
   }
-  const std::pair<const char*, CountBytes> sizes[] = {{"store_missing_bytes", &missing_bytes},
-                                                      {"store_insert_bytes", &insert_bytes},
-                                                      {"store_list_bytes", &list_bytes}};
+  const std::pair<const char*, CountBytes> sizes[] = {{"store_missing_work_bytes", &missing_bytes},
+                                                      {"store_insert_work_bytes", &insert_bytes},
+                                                      {"store_list_work_bytes", &list_bytes}};
   for (const auto& [name, size] : sizes) module.def(name, size);
 }
 

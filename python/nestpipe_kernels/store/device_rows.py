@@ -93,7 +93,7 @@ class DeviceRows:
         index, state = self._table(table), self.read_state()
         size = state.table(index, 0)
         keys, handles = self._empty(INT64, size), self._empty(INT64, size)
-        work = self._empty(UINT8, self._bytes("store_list_bytes", [state.num_rows]))
+        work = self._empty(UINT8, self._bytes("store_list_work_bytes", [state.num_rows]))
         memory = [keys.data_ptr(), handles.data_ptr(), work.data_ptr()]
         self._run("store_list_table", [index, state.num_rows], memory)
         return keys, handles

@@ -167,13 +167,17 @@ class DeviceStore(DeviceRows):
         retrieval = self._retrieve("find_or_insert", keys, tables, None, batch, out, index)
         return out, retrieval.status
 
-    def find(self, keys: Tensor, table: str | int | None = None) -> tuple[Tensor, Tensor]:
+    def find(self, keys: Tensor, table: str | int | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embeddings float32 [n, dim] of keys int64 [n], and uint8 [n] status FOUND or ABSENT; inserts nothing.
 
         An absent key reads the default row, as in `EmbeddingStore.find`; one outside a fixed table is absent, too.
+        `out` is filled and returned if given.
         """
         keys, tables, _ = self._public_keys("find", keys, table)
-        out, status = self._empty(FLOAT32, keys.numel(), self.dim), self._empty(UINT8, keys.numel())
+        status = self._empty(UINT8, keys.numel())
+        if out is None:
+            out = self._empty(FLOAT32, keys.numel(), self.dim)
+        self._check("out", "find", out, FLOAT32, (keys.numel(), self.dim))
         self._run("store_find", call_words(keys, tables), [0, status.data_ptr(), out.data_ptr()])
         return out, status
 
@@ -196,6 +200,20 @@ class DeviceStore(DeviceRows):
         self._removals += 1
         self._run("store_erase", call_words(keys, tables), [status.data_ptr(), work.data_ptr()])
         return status
+
+    def reserve(self, num_keys: int) -> None:
+        """Memory for so many keys at once, all tables together, so that nothing grows on the way to them. Waits.
+
+        Raises:
+            StoreFullError: no memory on the device; nothing has changed.
+        """
+        state = self.read_state()
+        rows = sum(state.table(t, 0) for t in range(len(self.tables)))
+        if not 0 <= num_keys <= MAX_ROWS:
+            raise ValueError(f"reserve: num_keys must be in [0, {MAX_ROWS}], got {num_keys}")
+        num_rows = max(num_keys, state.num_rows)
+        room = self._allocate("reserve", lambda: self._memory.room(max(num_keys, rows), num_rows), num_keys - rows)
+        self._take(room)
 
     def clear(self, table: str | int | None = None) -> None:
         """Remove the keys of a table (waits) or of all, and their counters. Rows' memory is kept for later ones."""
@@ -287,7 +305,7 @@ class DeviceStore(DeviceRows):
         memory, size, call = self._memory, keys.numel(), call_words(keys, tables)
 
         def search_memory() -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
-            search = self._empty(UINT8, self._bytes("store_missing_bytes", [size]))
+            search = self._empty(UINT8, self._bytes("store_missing_work_bytes", [size]))
             return self._empty(INT64, size), self._empty(UINT8, size), search, self._faults(keys, counts, only_table)
 
         handles, status, search, faults = self._allocate(operation, search_memory)
@@ -308,18 +326,21 @@ class DeviceStore(DeviceRows):
             raise StoreFullError(f"{operation}: a device store has up to {MAX_ROWS} rows: shard over more devices")
 
         def insert_memory() -> tuple[Room, Tensor]:
-            work = self._empty(UINT8, self._bytes("store_insert_bytes", memory.view(), *plan))
+            work = self._empty(UINT8, self._bytes("store_insert_work_bytes", memory.view(), *plan))
             return memory.room(num_keys, num_rows), work
 
         room, work = self._allocate(operation, insert_memory, state.num_new)
-        if room.tags is not None and room.entries is not None:
-            self._run("store_rehash", memory.index(room.tags, room.entries))
-        memory.take(room)
+        self._take(room)
         use = [0 if counts is None else counts.data_ptr(), batch]
         answer = [handles.data_ptr(), status.data_ptr(), 0 if embeddings is None else embeddings.data_ptr()]
         self._run("store_insert_missing", call, use, *plan, answer, [search.data_ptr(), work.data_ptr()])
         self._last_batch = max(self._last_batch, batch)
         return Retrieval(handles, status, None)
+
+    def _take(self, room: Room) -> None:
+        if room.tags is not None and room.entries is not None:
+            self._run("store_rehash", self._memory.index(room.tags, room.entries))
+        self._memory.take(room)
 
     def _plan(
         self, operation: str, state: StoreState, batch: int, size: int, full_is_an_error: bool

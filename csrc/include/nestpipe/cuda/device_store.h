@@ -132,7 +132,7 @@ void store_find(const StoreView& store, const DeviceKeys& in, const DeviceAnswer
 // The first half of find_or_insert: handles of the keys that are there, -1 for the missing ones,
 // which are listed in `work`; how many there are, and how many of them are new in each table, in
 // the state. Changes nothing else.
-std::size_t store_missing_bytes(std::int64_t size);
+std::size_t store_missing_work_bytes(std::int64_t size);
 void store_search_missing(const StoreView& store, const DeviceKeys& in, std::int64_t* handles,
                           void* work, Stream stream);
 
@@ -155,14 +155,14 @@ struct UseOfKeys {
 // The second half, on memory that suffices: uses what was found, evicts, numbers and writes new
 // rows. out.handles is what the first half wrote; status kFound, kInserted (once for each key) or
 // kRefused.
-std::size_t store_insert_bytes(const StoreView& store, const InsertPlan& plan);
+std::size_t store_insert_work_bytes(const StoreView& store, const InsertPlan& plan);
 void store_insert_missing(const StoreView& store, const DeviceKeys& in, const UseOfKeys& use,
                           const InsertPlan& plan, const DeviceAnswer& out, void* missing,
                           void* work, Stream stream);
 
 // Rows with the lowest ranks (eviction.h) of a table leave, as many as its rule says for num_new
-// more. work: store_evict_bytes of row numbers.
-std::size_t store_evict_bytes(std::int64_t num_rows);
+// more. work: store_evict_work_bytes of row numbers.
+std::size_t store_evict_work_bytes(std::int64_t num_rows);
 void store_evict(const StoreView& store, std::int64_t table, std::int64_t batch,
                  std::int64_t num_rows, void* work, Stream stream);
 
@@ -177,7 +177,7 @@ void store_clear_table(const StoreView& store, std::int64_t table, std::int64_t 
 // them.
 void store_rehash(const StoreView& store, const DeviceIndex& to, Stream stream);
 // Keys and handles of a table by ascending handle; num_chosen of the state says how many.
-std::size_t store_list_bytes(std::int64_t num_rows);
+std::size_t store_list_work_bytes(std::int64_t num_rows);
 void store_list_table(const StoreView& store, std::int64_t table, std::int64_t num_rows,
                       std::int64_t* keys, std::int64_t* handles, void* work, Stream stream);
 
