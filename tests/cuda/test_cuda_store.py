@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_emulated_store as emulated
+import store_programs as programs
 import torch
 from torch import Tensor
 
@@ -48,22 +48,17 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def both(*tables: TableSpec, **settings: Any) -> tuple[FromHost, EmbeddingStore]:
-    device, host = emulated.both(*tables, **settings)
+    device, host = programs.both(*tables, device="cuda", **settings)
     return FromHost(device), host
 
 
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulated, "CPU", torch.device("cuda"))
-
-
 def test_cuda_store_random_program() -> None:
-    emulated.random_program(*both(*emulated.PROGRAM[0], **emulated.PROGRAM[1]))
+    programs.random_program(*both(*programs.PROGRAM[0], **programs.PROGRAM[1]))
 
 
-@pytest.mark.parametrize("rule", emulated.RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", programs.RULES, ids=lambda rule: type(rule).__name__)
 def test_cuda_store_evicts_the_rows_that_the_host_store_does(rule: Any) -> None:
-    emulated.evictions(rule, *both(*emulated.full_tables(rule)))
+    programs.evictions(rule, *both(*programs.full_tables(rule)))
 
 
 def test_cuda_store_many_keys_at_once() -> None:

@@ -10,59 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_emulated_cuda import seeds_that_see
+from store_programs import (
+    EXTREMES,
+    PROGRAM,
+    RULES,
+    assert_same,
+    bits,
+    both,
+    contents,
+    device_store,
+    evictions,
+    full_tables,
+    random_program,
+    spec,
+)  # fmt: skip
 from torch import Tensor
 
 import emulated_cuda as emulated
-from emulated_cuda import CSRC, EmulatedCuda
+from emulated_cuda import CSRC, EmulatedCuda, seeds_that_see
 from nestpipe_kernels import init, policy
 from nestpipe_kernels.errors import StoreFullError
-from nestpipe_kernels.optim import SGD, Adagrad, RowWiseAdagrad
-from nestpipe_kernels.store import DeviceStore, EmbeddingStore, RowMetadata
-from nestpipe_kernels.testing.policy_model import TableModel, hash_name
-from nestpipe_kernels.types import UNBOUNDED, DataType, KeyStatus, TableSpec
+from nestpipe_kernels.optim import SGD, RowWiseAdagrad
+from nestpipe_kernels.store import DeviceStore, RowMetadata
+from nestpipe_kernels.testing.policy_model import hash_name
+from nestpipe_kernels.types import DataType, KeyStatus, TableSpec
 
-CPU = torch.device("cpu")
-EXTREMES = [0, -1, -2, 1, 2**63 - 1, 2**63 - 2, -(2**63), -(2**63) + 1, 2**32, -(2**32)]
 FOUND, INSERTED, ABSENT, REFUSED = (s.value for s in list(KeyStatus)[:4])
-
-
-def spec(name: str = "t", **settings: Any) -> TableSpec:
-    return TableSpec(name, UNBOUNDED, settings.pop("start", None), settings.pop("seed", 3), **settings)
-
-
-def device_store(*tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any) -> DeviceStore:
-    """Small slabs, so that rows lie in several."""
-    made: dict[str, Any] = {"device": CPU, "rows_per_slab": 32, "optimizer": optimizer or SGD(lr=0.1), **settings}
-    return DeviceStore(tables or (spec(),), dim=dim, **made)
-
-
-def both(
-    *tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any
-) -> tuple[DeviceStore, EmbeddingStore]:
-    tables = tables or (spec(),)
-    host = EmbeddingStore(tables, dim=dim, optimizer=optimizer or SGD(lr=0.1), **settings)
-    return device_store(*tables, dim=dim, optimizer=optimizer, **settings), host
-
-
-def bits(rows: Tensor) -> Tensor:
-    return rows.view(torch.int32)
-
-
-def contents(store: Any, table: int = 0) -> dict[int, tuple[int, int, tuple[int, ...]]]:
-    """key -> (last_used, frequency, bits of the row)"""
-    keys, handles = store.export_table(table)
-    rows = torch.full((keys.numel(), store.row_floats), float("nan"))
-    store.gather(handles, keys, torch.full_like(keys, table, dtype=torch.int32), rows, None)
-    metadata = store.read_metadata(handles)
-    values = zip(metadata.last_used.tolist(), metadata.frequency.tolist(), map(tuple, bits(rows).tolist()))
-    return dict(zip(keys.tolist(), values))
-
-
-def assert_same(device: Any, host: EmbeddingStore) -> None:
-    for t in range(len(host.tables)):
-        assert device.size(t) == host.size(t)
-        assert contents(device, t) == contents(host, t)
 
 
 def hashes(keys: np.ndarray, table: str) -> np.ndarray:
@@ -76,53 +49,8 @@ def home_buckets(keys: np.ndarray, table: str, num_buckets: int) -> np.ndarray:
     return (hashes(keys, table) & np.uint64(0xFFFFFFFF)) * np.uint64(num_buckets) >> np.uint64(32)
 
 
-def some_pairs(generator: torch.Generator, size: int, num_tables: int, spread: int) -> tuple[Tensor, Tensor]:
-    keys = torch.randint(-spread, spread, (size,), generator=generator)
-    keys[: len(EXTREMES)] = torch.tensor(EXTREMES)[: len(keys)]
-    keys = keys[torch.randperm(size, generator=generator)]
-    return keys, torch.randint(0, num_tables, (size,), generator=generator).int()
-
-
-PROGRAM = ((spec("a"), spec("b", seed=9, default=init.Zeros()), spec("c")), {"dim": 5, "optimizer": Adagrad(lr=0.1)})
-"""Tables and settings of `random_program`."""
-
-
 def test_emulated_cuda_store_random_program(cuda: EmulatedCuda) -> None:
     random_program(*both(*PROGRAM[0], **PROGRAM[1]))
-
-
-def random_program(device: Any, host: EmbeddingStore) -> None:
-    """Calls of all kinds on three tables; the index and the rows grow in between."""
-    generator = torch.Generator().manual_seed(5)
-    for step in range(7):
-        keys, tables = some_pairs(generator, (0, 1, 130, 300)[step % 4], 3, 60 * (step + 1))
-        counts = None if step % 2 else torch.randint(0, 5, keys.shape, generator=generator)
-        embeddings = torch.full((keys.numel(), 5), float("nan"))
-        ours = device.retrieve(keys, tables, counts, step - 1, embeddings)
-        theirs = host.retrieve(keys, tables, counts, step - 1)
-        assert torch.equal(ours.handles, theirs.handles)
-        assert torch.equal(ours.status, theirs.status)
-        assert torch.equal(embeddings, host.read_embeddings(theirs.handles, keys, tables))
-        rows = torch.randn(keys.numel(), host.row_floats, generator=generator)
-        _, last = np.unique(ours.handles.numpy(), return_index=True)
-        for store in (device, host):
-            store.write_back(ours.handles[last], rows[last])
-        gone, of_tables = some_pairs(generator, 70, 3, 60 * (step + 1))
-        assert torch.equal(device.erase_keys(gone, of_tables), host.erase_keys(gone, of_tables))
-        assert torch.equal(device.find_handles(gone, of_tables), host.find_handles(gone, of_tables))
-    assert_same(device, host)
-    assert len(device) == len(host)
-    assert device.last_batch == host.last_batch
-    keys, status = device.find(torch.tensor(EXTREMES), "b")
-    expected = host.find(torch.tensor(EXTREMES), "b")
-    assert torch.equal(keys, expected[0]) and torch.equal(status, expected[1])
-    for store in (device, host):
-        store.clear("b")
-    assert_same(device, host)
-    assert device.counters("b")["inserted"] == 0
-    device.clear()
-    assert len(device) == 0 and not contents(device)
-    assert device.find_or_insert(torch.tensor([7, 7]), "a")[1].tolist() == [INSERTED, FOUND]
 
 
 def test_emulated_cuda_store_repeated_keys_of_several_blocks(cuda: EmulatedCuda) -> None:
@@ -178,36 +106,9 @@ def test_emulated_cuda_store_looks_at_few_buckets(cuda: EmulatedCuda) -> None:
     assert 1 <= absent / len(tags) < 1.4
 
 
-RULES = [policy.LRU(slack=0.25), policy.LFU(slack=0.1), policy.TTL(2, slack=0.1)]
-
-
-def full_tables(rule: Any) -> tuple[TableSpec, TableSpec]:
-    return spec("a", capacity=70, eviction=rule), spec("b", capacity=30)
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(cuda: EmulatedCuda, rule: Any) -> None:
     evictions(rule, *both(*full_tables(rule)))
-
-
-def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
-    """The full table refuses what the rule leaves no room for; a second table is never touched."""
-    model = TableModel("a", 70, eviction=rule)
-    generator = torch.Generator().manual_seed(2)
-    for step in range(7):
-        keys = torch.randint(-70 - 15 * step, 15, (0 if step == 5 else 60,), generator=generator)
-        batch, of_a = (step if step < 5 else step + 3), torch.zeros(keys.numel()).int()
-        ours, theirs = device.retrieve(keys, of_a, None, batch), host.retrieve(keys, of_a, None, batch)
-        expected, _ = model.retrieve(keys.tolist(), None, batch)
-        assert ours.status.tolist() == theirs.status.tolist() == expected
-        ours, theirs = (s.retrieve(keys[:8] + step, of_a[:8] + 1, None, batch) for s in (device, host))
-        assert torch.equal(ours.status, theirs.status)
-        assert_same(device, host)
-        assert device.export_table("a")[0].sort().values.tolist() == sorted(model.rows)
-        for name, counted in device.counters("a").items():
-            assert counted == host.counters("a")[name] == model.counters[name]
-    assert device.counters("a")["evicted"] + device.counters("a")["expired"] > 0
-    assert device.counters("b")["refused"] > 0
 
 
 def test_emulated_cuda_store_full_tables_change_nothing_or_refuse_the_last_keys(cuda: EmulatedCuda) -> None:
