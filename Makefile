@@ -17,7 +17,7 @@ LINTED := python tests bench examples
 SOURCES := $(shell find csrc cmake python bench -type f ! -name '*.so' ! -path '*__pycache__*') \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help venv build peers train test lint soak sanitize aarch64 cuda wheels try-wheel clean
+.PHONY: help venv build peers train test lint soak sanitize aarch64 cuda triton wheels try-wheel clean
 
 help:
 	@echo "make venv      virtual environment $(VENV) with $(TORCH)"
@@ -30,6 +30,7 @@ help:
 	@echo "make cuda      CUDA kernels compiled by nvcc for sm_80, sm_90 and sm_100, with registers and spills (needs no GPU)"
 	@echo "make wheels    wheels for every Python of WHEEL_PYTHONS in $(DIST): CPU, and with CUDA kernels where nvcc is"
 	@echo "make try-wheel one of them beside every torch release of TRY_TORCH, each in an environment of its own (large downloads)"
+	@echo "make triton    Triton kernels compiled for the same, with registers, spills and 128-bit loads (needs no GPU; Linux, x86-64)"
 	@echo "make soak      the full product of test cases (long)"
 	@echo "make peers     install TorchRec, FBGEMM, DeepCTR-Torch, torch-rechub, Mt-KaHyPar, PyTorch Lightning for comparisons and tests"
 	@echo "make clean     remove everything that was built"
@@ -107,6 +108,12 @@ TRY_PYTHON ?= $(PYTHON)
 TRY_WHEEL ?= $(firstword $(wildcard $(DIST)/nestpipe_kernels-*-$(shell $(TRY_PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl))
 try-wheel:
 	bash cmake/try_wheel.sh $(TRY_WHEEL) $(TRY_PYTHON) $(TRY_TORCH)
+
+# TRITON_FILES: extensions or objects that nvcc has made, to be read by the same tool.
+TRITON_FILES ?=
+triton: build
+	TRITON_INTERPRET=0 $(BIN)/python tests/triton/compile_kernels.py
+	$(if $(TRITON_FILES),$(BIN)/python tests/triton/sass.py $(TRITON_FILES))
 
 clean:
 	rm -rf $(VENV) build $(OUT) $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
+    "KERNELS",
     "PipelineConfig",
+    "default_kernels",
     "default_threads",
     "environment",
     "launched_ranks",
@@ -23,6 +25,8 @@ __all__ = [
 SCHEDULE_NAMES = ("sequential", "dbp", "fwp", "nested", "async")
 WIRE_FORMATS = ("fp32", "bf16", "fp16", "int8")
 MOST_MICRO_BATCHES = 4095
+KERNELS = ("native", "triton", "reference")
+"""Implementations of operations on rows."""
 
 
 def environment(name: str, default: str) -> str:
@@ -49,6 +53,14 @@ def default_threads() -> int:
             raise ValueError(f"NESTPIPE_THREADS must be a positive integer, got {value!r}")
         return int(value)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def default_kernels() -> str | None:
+    """Which of `KERNELS` operations on an accelerator have to use: NESTPIPE_KERNELS; None: the best there is."""
+    value = environment("KERNELS", "")
+    if value and value not in KERNELS:
+        raise ValueError(f"NESTPIPE_KERNELS must be one of {', '.join(KERNELS)}, or empty, got {value!r}")
+    return value or None
 
 
 @dataclass

@@ -381,7 +381,9 @@ def test_errors_of_segments_and_weights(implementation: str) -> None:
 def test_errors_of_types_and_shapes() -> None:
     rows, slots, offsets, outs = torch.randn(5, 3), torch.arange(3), torch.tensor([0, 3]), [torch.empty(1, 3)]
     rest = ([0, 1], [SUM], outs)
-    with pytest.raises(ValueError, match="lookup_pool: unknown implementation 'fast': choose native or reference"):
+    with pytest.raises(
+        ValueError, match="lookup_pool: unknown implementation 'fast': choose native, triton or reference"
+    ):
         pool_forward(rows, slots, offsets, *rest, implementation="fast")
     with pytest.raises(TypeError, match=r"rows must be a float32 CPU tensor, got float64 on cpu \(shape \[5, 3\]\)"):
         pool_forward(rows.double(), slots, offsets, *rest)

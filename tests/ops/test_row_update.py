@@ -302,7 +302,9 @@ def test_errors() -> None:
         row_update(rows, grads, optimizer, step, rest.pop("lr", 0.1), **rest)  # type: ignore[arg-type]
 
     call()
-    with pytest.raises(ValueError, match="row_update: unknown implementation 'gpu': choose native or reference"):
+    with pytest.raises(
+        ValueError, match="row_update: unknown implementation 'gpu': choose native, triton or reference"
+    ):
         call(implementation="gpu")
     with pytest.raises(TypeError, match="rows must be a float32 CPU tensor, got float64"):
         call(rows=rows.double())

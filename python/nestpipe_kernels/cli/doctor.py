@@ -142,8 +142,12 @@ def _extension() -> list[str]:
 
 def _operations() -> list[str]:
     """For each operation: the implementation that automatic choice takes, and the others."""
-    from nestpipe_kernels import ops
+    import torch
 
+    from nestpipe_kernels import ops
+    from nestpipe_kernels.ops import _registry as registry
+
+    on_cuda = []
     lines: dict[str, list[str]] = {}
     for info in pkgutil.iter_modules(ops.__path__):
         if not info.ispkg:
@@ -153,14 +157,21 @@ def _operations() -> list[str]:
         functions = [getattr(package, name) for name in package.__all__]
         chosen = sorted(
             {
-                str(inspect.signature(f).parameters["implementation"].default)
+                str(inspect.signature(f).parameters["implementation"].default or "native")
                 for f in functions
                 if inspect.isfunction(f) and "implementation" in inspect.signature(f).parameters
             }
         )
+        if hasattr(package, "ON_ACCELERATORS"):
+            name = registry.chosen(info.name, torch.device("cuda"), None, package.ON_ACCELERATORS)
+            on_cuda.append(f"{info.name} {name}")
         others = [part for part in parts if part not in chosen]
         lines.setdefault(f"{'/'.join(chosen)} (also {', '.join(others)})", []).append(info.name)
-    return [f"{how}: {', '.join(names)}" for how, names in lines.items()]
+    triton = version_of("triton")
+    return [
+        *(f"{how}: {', '.join(names)}" for how, names in lines.items()),
+        f"on CUDA devices: {', '.join(on_cuda)} ({f'triton {triton}' if triton else 'no triton'})",
+    ]
 
 
 def _transport() -> list[str]:

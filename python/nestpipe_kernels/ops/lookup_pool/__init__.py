@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from .. import _registry as registry
 from .. import _row_checks as checks
 from . import device, native, reference
 from .arguments import OPERATION, check_matrices, checked_bags, checked_grads
 
-__all__ = ["pool_backward", "pool_forward", "pool_gradient_bound", "pool_weight_grad"]
+__all__ = ["ON_ACCELERATORS", "pool_backward", "pool_forward", "pool_gradient_bound", "pool_weight_grad"]
+
+ON_ACCELERATORS = ("triton", "native")
+"""Best first; plain PyTorch otherwise."""
 
 
 def pool_forward(
@@ -22,11 +28,12 @@ def pool_forward(
     outs: Sequence[Tensor],
     weights: Tensor | None = None,
     *,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> None:
     """Pool the rows of each bag into `outs`, in bag order; every element of `outs` is written. Synchronous.
 
     Rows on an accelerator: they and `outs` are there, the rest is on the host, and the work goes to the current stream.
+    Triton's kernels also take rows in bfloat16 and float16; they are added up in float32.
 
     Args:
         rows: float32 [U, D], or a view of longer rows (last dimension contiguous).
@@ -36,24 +43,24 @@ def pool_forward(
         segment_modes: [S] ints, `types.PoolingType.code`. NONE wants one occurrence in each bag.
         outs: S float32 matrices [bags of the segment, D], any row stride.
         weights: float32 [n] per-sample weights, for SUM and NONE; or None.
-        implementation: "native" or "reference"; the same bits.
+        implementation: "native", "triton" (CUDA) or "reference"; the same bits. None: the best for the device.
 
     Raises:
         TypeError: dtype or device of an argument. ValueError: shapes, offsets, segments, weights with mean or max.
         IndexError: a slot outside [-1, U). Nothing has been written then.
     """
-    checks.check_implementation(OPERATION, implementation)
-    if not rows.is_cpu:
+    name = registry.chosen(OPERATION, rows.device, implementation, ON_ACCELERATORS)
+    if not rows.is_cpu or name == "triton":
         bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
         check_matrices("outs", outs, bags, rows.shape[1])
-        device.pool_forward(rows, bags, outs)
+        _on_device(name).pool_forward(rows, bags, outs)
         return
     checks.check_matrix(OPERATION, "rows", rows)
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
     check_matrices("outs", outs, bags, rows.shape[1])
     for segment, out in enumerate(outs):
         checks.check_matrix(OPERATION, f"outs[{segment}]", out)
-    if implementation == "native":
+    if name == "native":
         native.pool_forward(rows, bags, outs)
     else:
         reference.pool_forward(rows, bags, outs)
@@ -69,7 +76,7 @@ def pool_backward(
     weights: Tensor | None,
     accumulator: Tensor,
     *,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> None:
     """accumulator[u] += gradient of row u, for each row that occurs (others stay untouched). Synchronous.
 
@@ -81,16 +88,16 @@ def pool_backward(
         rows: float32 [U, D], what forward pooled; needed by MAX, otherwise may be None.
         slots, bag_offsets, segment_bags, segment_modes, weights: as in `pool_forward`.
         accumulator: float32 [U, D] contiguous.
-        implementation: "native" or "reference"; the same bits.
+        implementation: "native", "triton" (CUDA) or "reference"; the same bits. None: the best for the device.
 
     Raises:
         TypeError, ValueError, IndexError: as `pool_forward`. ValueError: MAX without `rows`.
     """
-    checks.check_implementation(OPERATION, implementation)
-    if not accumulator.is_cpu:
+    name = registry.chosen(OPERATION, accumulator.device, implementation, ON_ACCELERATORS)
+    if not accumulator.is_cpu or name == "triton":
         bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
         check_matrices("grads", grads, bags, accumulator.shape[1])
-        device.pool_backward(grads, rows, bags, accumulator)
+        _on_device(name).pool_backward(grads, rows, bags, accumulator)
         return
     checks.check_matrix(OPERATION, "accumulator", accumulator)
     if not accumulator.is_contiguous():
@@ -104,7 +111,7 @@ def pool_backward(
             )
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
     grads = checked_grads(grads, bags, accumulator.shape[1])
-    if implementation == "native":
+    if name == "native":
         native.pool_backward(grads, rows, bags, accumulator)
     else:
         reference.pool_backward(grads, rows, bags, accumulator)
@@ -119,24 +126,24 @@ def pool_gradient_bound(
     weights: Tensor | None,
     dim: int,
     *,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> float:
     """What no element of a row's gradient exceeds in magnitude: often far too much, never too little, and infinite
     where something is not finite. One pass over `grads`.
 
     Args:
         grads, slots, bag_offsets, segment_bags, segment_modes, weights: as in `pool_backward`. dim: D.
-        implementation: "native" or "reference"; the same number.
+        implementation: "native" or "reference"; the same number. None: native.
 
     Raises:
         TypeError, ValueError: as `pool_forward`.
     """
-    checks.check_implementation(OPERATION, implementation)
+    checks.check_implementation(OPERATION, implementation or "native")
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, weights)
     checked = checked_grads(grads, bags, dim)
-    if implementation == "native":
-        return native.pool_gradient_bound(checked, bags, dim)
-    return reference.pool_gradient_bound(checked, bags)
+    if implementation == "reference":
+        return reference.pool_gradient_bound(checked, bags)
+    return native.pool_gradient_bound(checked, bags, dim)
 
 
 def pool_weight_grad(
@@ -147,13 +154,13 @@ def pool_weight_grad(
     segment_bags: Sequence[int],
     segment_modes: Sequence[int],
     *,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> Tensor:
     """Gradient of the per-sample weights: dot(gradient of the bag, row), summed in 16 lanes (exactness rule 4).
 
     Args:
         grads, rows, slots, bag_offsets, segment_bags, segment_modes: as in `pool_backward`; only SUM and NONE.
-        implementation: "native" or "reference"; the same bits.
+        implementation: "native", "triton" (CUDA) or "reference"; the same bits. None: the best for the device.
 
     Returns:
         float32 [n]; 0 for padding and where grads is None.
@@ -161,14 +168,32 @@ def pool_weight_grad(
     Raises:
         TypeError, ValueError, IndexError: as `pool_forward`.
     """
-    checks.check_implementation(OPERATION, implementation)
-    if not rows.is_cpu:
+    name = registry.chosen(OPERATION, rows.device, implementation, ON_ACCELERATORS)
+    if not rows.is_cpu or name == "triton":
         bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, None)
         check_matrices("grads", grads, bags, rows.shape[1])
-        return device.pool_weight_grad(grads, rows, bags)
+        found: Tensor = _on_device(name).pool_weight_grad(grads, rows, bags)
+        return found
     checks.check_matrix(OPERATION, "rows", rows)
     bags = checked_bags(slots, bag_offsets, segment_bags, segment_modes, None)
     grads = checked_grads(grads, bags, rows.shape[1])
-    if implementation == "native":
+    if name == "native":
         return native.pool_weight_grad(grads, rows, bags)
     return reference.pool_weight_grad(grads, rows, bags)
+
+
+class _Kernels:
+    """device.py's functions, by the kernels of `_cuda`."""
+
+    pool_forward = staticmethod(partial(device.pool_forward, native=True))
+    pool_backward = staticmethod(partial(device.pool_backward, native=True))
+    pool_weight_grad = staticmethod(partial(device.pool_weight_grad, native=True))
+
+
+def _on_device(name: str) -> Any:
+    """What works on rows of an accelerator."""
+    if name == "triton":
+        from . import triton  # imports Triton itself, which takes a second
+
+        return triton
+    return _Kernels if name == "native" else device

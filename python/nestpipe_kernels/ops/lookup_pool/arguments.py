@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import _row_checks as checks
 from .bags import Bags
+from .reference import MAX, MEAN, NONE, check_bags
 
-__all__ = ["OPERATION", "check_matrices", "checked_bags", "checked_grads"]
+__all__ = ["OPERATION", "check_contents", "check_matrices", "checked_bags", "checked_grads"]
 
 OPERATION = "lookup_pool"
 
@@ -69,3 +70,22 @@ def checked_grads(grads: Sequence[Tensor | None], bags: Bags, dim: int) -> list[
             raise TypeError(f"{OPERATION}: grads[{segment}] must be a float32 CPU tensor, got {checks.describe(grad)}")
         checked.append(None if grad is None else checks.contiguous_rows(grad.detach()))
     return checked
+
+
+def check_contents(bags: Bags, num_rows: int) -> None:
+    """As `check_bags`, in a few passes of plain PyTorch; whatever is wrong is told by that one."""
+    offsets, slots = bags.bag_offsets, bags.slots
+    if not offsets.is_cpu:
+        return
+    ends = list(bags.segment_bags)
+    good = ends[0] == 0 and ends[-1] == bags.num_bags and ends == sorted(ends)
+    good = good and int(offsets[0]) == 0 and int(offsets[-1]) == len(slots) and not bool((offsets.diff() < 0).any())
+    good = good and all(0 <= mode <= NONE for mode in bags.segment_modes)
+    good = good and not (bags.weights is not None and {MEAN, MAX} & set(bags.segment_modes))
+    for mode, first, last in bags.runs() if good else ():
+        good = good and (mode != NONE or bool((offsets[first : last + 1].diff() == 1).all()))
+    if good and len(slots):
+        low, high = torch.aminmax(slots)
+        good = int(low) >= -1 and int(high) < num_rows
+    if not good:
+        check_bags(bags, num_rows)

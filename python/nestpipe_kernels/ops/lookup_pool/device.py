@@ -1,5 +1,5 @@
-"""lookup_pool for rows on an accelerator, bags on the host: by the kernels of `_cuda` where the device has them,
-else in plain PyTorch, in steps by position in the bag.
+"""lookup_pool for rows on an accelerator, bags on the host: by the kernels of `_cuda`, or in plain PyTorch, in steps
+by position in the bag.
 
 The order of additions, and so the bits, are the reference's. What depends on keys alone (which occurrence comes when)
 is worked out on the host; nothing here waits for the device.
@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from .. import _row_checks as checks
-from .._kernels import kernels_of
 from ..on_device import place
 from . import cuda
-from .arguments import OPERATION
+from .arguments import OPERATION, check_contents
 from .bags import Bags
-from .reference import GRADIENT_BLOCK, MAX, MEAN, NONE, check_bags, lane_sum, segment_of
+from .reference import GRADIENT_BLOCK, MAX, MEAN, NONE, lane_sum, segment_of
 
 __all__ = ["pool_backward", "pool_forward", "pool_weight_grad"]
 
 
 @torch.no_grad()
-def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor]) -> None:
+def pool_forward(rows: Tensor, bags: Bags, outs: Sequence[Tensor], *, native: bool = False) -> None:
     """As the package's `pool_forward`; rows and outs on one device, the rest on the host."""
-    check_bags(bags, rows.shape[0])
-    if kernels_of(rows) is not None:
+    check_contents(bags, rows.shape[0])
+    if native:
         _check_places(rows, "outs", outs)
         cuda.pool_forward(rows, bags, outs)
         return
@@ -79,10 +78,12 @@ def _pool(rows: Tensor, bags: Bags, segment: int) -> tuple[Tensor, Tensor | None
 
 
 @torch.no_grad()
-def pool_backward(grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bags, accumulator: Tensor) -> None:
+def pool_backward(
+    grads: Sequence[Tensor | None], rows: Tensor | None, bags: Bags, accumulator: Tensor, *, native: bool = False
+) -> None:
     """As the package's `pool_backward`; grads, rows and accumulator on one device, the rest on the host."""
-    check_bags(bags, accumulator.shape[0])
-    if kernels_of(accumulator) is not None:
+    check_contents(bags, accumulator.shape[0])
+    if native:
         if rows is None and any(mode == MAX and grad is not None for mode, grad in zip(bags.segment_modes, grads)):
             raise ValueError("lookup_pool: pooling max needs `rows` in backward, got none")
         _check_places(accumulator, "grads", grads)
@@ -121,12 +122,12 @@ def _add(target: Tensor, index: Tensor, source: Tensor) -> None:
 
 
 @torch.no_grad()
-def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags) -> Tensor:
+def pool_weight_grad(grads: Sequence[Tensor | None], rows: Tensor, bags: Bags, *, native: bool = False) -> Tensor:
     """As the package's `pool_weight_grad`; the result is on the device."""
-    check_bags(bags, rows.shape[0])
+    check_contents(bags, rows.shape[0])
     if MEAN in bags.segment_modes or MAX in bags.segment_modes:
         raise ValueError("lookup_pool: gradients of weights need pooling sum or none")
-    if kernels_of(rows) is not None:
+    if native:
         _check_places(rows, "grads", grads)
         return cuda.pool_weight_grad(grads, rows, bags)
     slots = bags.slots.long()

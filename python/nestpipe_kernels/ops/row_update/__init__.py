@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ...types import SparseOptimizer
+from .. import _registry as registry
 from .. import _row_checks as checks
-from .._kernels import kernels_of
 from ..on_device import place
 from ..row_storage import RowStorage, embedding_words
 from . import cuda, native, reference
 from .arguments import OPERATION, check_rule, check_step, checked_lr, checked_mask
 
-__all__ = ["row_update"]
+__all__ = ["ON_ACCELERATORS", "row_update"]
+
+ON_ACCELERATORS = ("native", "triton")
+"""Best first; plain PyTorch otherwise."""
 
 
 def row_update(
@@ -24,7 +29,7 @@ def row_update(
     mask: Tensor | None = None,
     storage: RowStorage | None = None,
     *,
-    implementation: str = "native",
+    implementation: str | None = None,
 ) -> None:
     """Update rows in place; the count `updates` of each updated row grows by 1. Synchronous.
 
@@ -44,13 +49,16 @@ def row_update(
         mask: bool or uint8 [U], 0 leaves the row untouched; None updates all.
         storage: storage type of the embeddings, and what stochastic rounding needs; None: FP32. `ops.row_storage`'s
             `storage_of` makes it for rows of a store.
-        implementation: "native" or "reference"; the same bits.
+        implementation: "native", "triton" (CUDA; no stochastic rounding) or "reference"; the same bits. None: the best
+            for the device.
 
     Raises:
         TypeError: dtype or device of an argument. ValueError: shapes, step, learning rate, storage, or an
             optimizer without a rule. IndexError: a table of `storage` that is none.
     """
-    checks.check_implementation(OPERATION, implementation)
+    storage = RowStorage() if storage is None else storage
+    but = "" if storage.keys is None else "Triton's kernel does not round stochastically"
+    name = registry.chosen(OPERATION, rows.device, implementation, ON_ACCELERATORS, but=but)
     device = checks.device_of(rows)
     if device is not None and grads.device != device:
         raise TypeError(f"{OPERATION}: grads must be on {device}, as rows are, got {checks.describe(grads)}")
@@ -64,7 +72,6 @@ def row_update(
         raise ValueError(f"{OPERATION}: rows must be contiguous, got strides {list(rows.stride())}")
     if dim < 1:
         raise ValueError(f"{OPERATION}: grads must have at least one column, got shape {list(grads.shape)}")
-    storage = RowStorage() if storage is None else storage
     storage.check(OPERATION, num_rows)
     needed = embedding_words(dim, storage.data_type) + optimizer.state_floats(dim) + 1
     if rows.shape[1] < needed:
@@ -74,12 +81,18 @@ def row_update(
     check_step(step)
     lr = checked_lr(lr, num_rows)
     mask = checked_mask(mask, num_rows, device)
-    if device is None:
-        chosen = native.row_update if implementation == "native" else reference.row_update
-    elif kernels_of(rows) is not None:
-        chosen = cuda.row_update
-    else:
-        chosen = reference.row_update
+    if name == "reference" and device is not None:
         lr = place(lr, rows) if isinstance(lr, Tensor) else lr
         mask = None if mask is None else place(mask, rows)
-    chosen(rows, grads.detach(), optimizer, step, lr, mask, storage)
+    _function(name, device is None)(rows, grads.detach(), optimizer, step, lr, mask, storage)
+
+
+def _function(name: str, on_cpu: bool) -> Callable[..., None]:
+    """The update of an implementation."""
+    if name == "triton":
+        from . import triton  # imports Triton itself, which takes a second
+
+        return triton.row_update
+    if name == "native":
+        return native.row_update if on_cpu else cuda.row_update
+    return reference.row_update
