@@ -13,8 +13,10 @@ from nestpipe_kernels import optim, policy
 from nestpipe_kernels.device import backend_for
 from nestpipe_kernels.ops.bucketize import bucketize
 from nestpipe_kernels.ops.dedup import dedup
+from nestpipe_kernels.ops.finite_rows import all_finite, finite_rows
 from nestpipe_kernels.ops.gather_rows import gather_rows
-from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward
+from nestpipe_kernels.ops.intersect import intersect
+from nestpipe_kernels.ops.lookup_pool import pool_backward, pool_forward, pool_weight_grad
 from nestpipe_kernels.ops.mean_sources import entries_by_row, mean_sources
 from nestpipe_kernels.ops.row_storage import RowStorage, embedding_words
 from nestpipe_kernels.ops.row_sync import row_sync
@@ -53,6 +55,7 @@ def _keys(device: torch.device, size: int) -> None:
         keys = torch.randint(distinct, (size,), generator=chance).to(device)
         dedup(keys)
         dedup(keys, torch.randint(3, (size,), generator=chance).to(torch.int32).to(device))
+        intersect(keys[: size // 2], None, keys[size // 3 :], None)
     for buckets in (1, 300):
         bucketize(torch.randint(buckets, (size,), generator=chance).to(torch.int32).to(device), buckets)
 
@@ -90,6 +93,8 @@ def _rows(device: torch.device, size: int, dim: int) -> None:
     take_rows(rows.clone(), index)
     total, countable = torch.zeros_like(rows), torch.ones(size, dtype=torch.bool, device=device)
     mean_sources(total, countable, rows, entries_by_row(index, size), [size - size // 2, size // 2])
+    finite_rows(rows)
+    all_finite(rows)
     _update(device, size, dim, chance)
     _pool(rows, index, chance)
 
@@ -101,6 +106,10 @@ def _update(device: torch.device, size: int, dim: int, chance: torch.Generator) 
             rows = torch.zeros(size, (length + 15) // 16 * 16, device=device)
             grads = torch.randn(size, dim, generator=chance).to(device)
             row_update(rows, grads, optimizer, 1, 0.1, None, RowStorage(kind))
+            if kind is not DataType.FP32:
+                one = torch.ones(1, dtype=torch.int64)
+                at_random = RowStorage(kind, torch.arange(size), torch.zeros(size, dtype=torch.int32), one, one)
+                row_update(rows, grads, optimizer, 2, torch.rand(size), torch.arange(size) % 3 > 0, at_random)
 
 
 def _pool(rows: torch.Tensor, slots: torch.Tensor, chance: torch.Generator) -> None:
@@ -108,6 +117,7 @@ def _pool(rows: torch.Tensor, slots: torch.Tensor, chance: torch.Generator) -> N
     ends = torch.randint(size + 1, (5,), generator=chance).sort().values
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends, torch.tensor([size])])
     bags = len(offsets) - 1
+    pool_weight_grad([torch.ones(bags, rows.shape[1], device=rows.device)], rows, slots, offsets, (0, bags), (0,))
     for mode in range(3):
         out = torch.zeros(bags, rows.shape[1], device=rows.device)
         pool_forward(rows, slots, offsets, (0, bags), (mode,), [out])

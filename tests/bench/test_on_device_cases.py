@@ -18,6 +18,8 @@ LINES = {
     "copy": {"torch copy_"},
     "dedup": {"nestpipe", "torch.unique"},
     "row_sync": {"nestpipe", "nestpipe, indices on the host", "torch.index_select + index_copy_"},
+    "row_update": {"nestpipe", "plain PyTorch"},
+    "row_gradients": {"nestpipe", "torch.index_select + index_add_"},
     "device_store": {"nestpipe", "torch.index_select of known rows"},
     "host_rows": {"nestpipe", "torch copy_ of rows in order"},
     "nested": {"sequential", "dbp", "nested", "nested, lookups alike"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from itertools import pairwise
 from pathlib import Path
 
@@ -124,6 +125,19 @@ def test_emulated_cuda_pool_weight_grad(cuda: EmulatedCuda, dim: int, stride: in
     grads = [*matrices(bags, dim, stride)[:2], None]
     found = pool_cuda.pool_weight_grad(grads, rows, bags)
     assert torch.equal(bits(found), bits(reference.pool_weight_grad(grads, rows, bags)))
+
+
+def test_emulated_cuda_pool_of_rows_that_are_far_apart(cuda: EmulatedCuda) -> None:
+    """Rows of 3 GiB of address space, hardly any of it touched: the last one begins beyond 2^31 floats."""
+    memory = mmap.mmap(-1, 12 * 2**30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    rows = torch.frombuffer(memory, dtype=torch.float32).view(4, -1)[:, :8]
+    rows.copy_(torch.arange(32.0).view(4, 8))
+    bags = Bags(torch.tensor([3, 0, 3, 2]), torch.tensor([0, 2, 4]), (0, 1, 2), (SUM, MAX), None)
+    outs, accumulator = [torch.empty(1, 8), torch.empty(1, 8)], torch.zeros(4, 8)
+    pool_cuda.pool_forward(rows, bags, outs)
+    pool_cuda.pool_backward([torch.ones(1, 8), torch.ones(1, 8)], rows, bags, accumulator)
+    assert outs[0].tolist() == (rows[3:] + rows[:1]).tolist() and outs[1].tolist() == rows[3:].tolist()
+    assert accumulator[:, 5].tolist() == [1.0, 0.0, 0.0, 2.0]
 
 
 def test_emulated_cuda_pool_leaves_out_slots_out_of_range(cuda: EmulatedCuda) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,19 @@ def test_emulated_cuda_update_of_nothing(cuda: EmulatedCuda) -> None:
     assert masked[0, :4].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+def far_rows_are_right(cuda: EmulatedCuda) -> bool:
+    """Rows of 3 GiB of address space, hardly any of it touched: the last one begins beyond 2^31 floats."""
+    memory = mmap.mmap(-1, 12 * 2**30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    rows = torch.frombuffer(memory, dtype=torch.float32).view(4, -1)
+    with cuda.used_for():
+        update_cuda.row_update(rows, torch.ones(4, 8), optim.Adagrad(eps=1.0), 1, 0.5, None, RowStorage())
+    return rows[:, [0, 7, 8, 15]].tolist() == [[-0.25, -0.25, 1.0, 1.0]] * 4 and bits(rows[:, 16]).tolist() == [1] * 4
+
+
+def test_emulated_cuda_update_of_rows_that_are_far_apart(cuda: EmulatedCuda) -> None:
+    assert far_rows_are_right(cuda)
+
+
 # ----------------------------------------------------------------------------------------------------- planted bugs
 
 
@@ -162,6 +176,11 @@ BUGS = {
     "words of the unit instead of the element": (
         UPDATE, {"narrow(p[k], 4 * unit + k)": "narrow(p[k], unit + k)"}, rounding_is_right
     ),
+    "an index of 32 bits": (
+        UPDATE,
+        {"a.rows + u * a.row_floats;": "a.rows + static_cast<int>(u * a.row_floats);"},
+        far_rows_are_right,
+    ),
     "accumulators added in another order": (
         "cuda/row_units.cuh",
         {"half = kLanesOfSum<kWidth> / 2; half > 0; half /= 2": "half = 1; half < kLanesOfSum<kWidth>; half *= 2"},
@@ -170,7 +189,7 @@ BUGS = {
 }  # fmt: skip
 
 
-LATER = {"words of the unit instead of the element", "accumulators added in another order"}
+LATER = {"an index of 32 bits", "words of the unit instead of the element", "accumulators added in another order"}
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.soak] * (bug in LATER)) for bug in BUGS])
