@@ -35,7 +35,7 @@ __global__ void erase_rows(StoreView store, RowPlaces places, DeviceKeys in,
   const std::int64_t j = global_thread();
   const bool goes = j < in.size && status[j] == kFoundKey;
   const std::int32_t table = goes ? free_row(store, places, numbers[j]) : 0;
-  count_freed(store, goes, table);
+  count_gone(store, goes, table, true);
 }
 
 // A thread for each slot.

@@ -181,7 +181,19 @@ __device__ __forceinline__ bool is_chosen(const Selection& s, const Rank& rank) 
   return true;
 }
 
-__global__ void depart(StoreView store, RowPlaces places, EvictWork work) {
+// Into limbo, or free.
+__device__ __forceinline__ std::int32_t leave(const StoreView& store, const RowPlaces& places,
+                                              std::uint32_t number, const DeviceLimbo& limbo) {
+  if (limbo.rows == nullptr) return free_row(store, places, number);
+  RowRecord* const record = places.record_of(number);
+  const std::int32_t table = take_out_row(store, record);
+  record->table = table_in_limbo(table);
+  const std::uint32_t at = atomicAdd(limbo.rows, 1u);
+  if (at < limbo.most) limbo.rows[1 + at] = number;
+  return table;
+}
+
+__global__ void depart(StoreView store, RowPlaces places, EvictWork work, DeviceLimbo limbo) {
   const Selection& s = *work.selection;
   if (store.state->num_chosen == 0) return;
   const std::int64_t lane = threadIdx.x % kWarpSize;
@@ -191,9 +203,9 @@ __global__ void depart(StoreView store, RowPlaces places, EvictWork work) {
     if (goes) {
       const std::uint32_t number = work.candidates[i];
       goes = is_chosen(s, rank_of(store, *places.record_of(number)));
-      if (goes) table = free_row(store, places, number);
+      if (goes) table = leave(store, places, number, limbo);
     }
-    count_freed(store, goes, table);
+    count_gone(store, goes, table, limbo.rows == nullptr);
   }
 }
 
@@ -203,7 +215,28 @@ __global__ void clear_table(StoreView store, RowPlaces places, std::int64_t tabl
   const bool goes = r < num_rows && !is_free(store, r) &&
                     places.record_of(static_cast<std::uint32_t>(r))->table == table;
   if (goes) free_row(store, places, static_cast<std::uint32_t>(r));
-  count_freed(store, goes, static_cast<std::int32_t>(table));
+  count_gone(store, goes, static_cast<std::int32_t>(table), true);
+}
+
+__global__ void free_limbo(StoreView store, DeviceLimbo limbo) {
+  const std::int64_t i = global_thread();
+  if (i == 0) add(&store.state->num_free, limbo.rows[0]);
+  if (i < limbo.most && i < limbo.rows[0]) set_free(store, limbo.rows[1 + i]);
+}
+
+// Distinct keys that the index does not have.
+__global__ void bring_back(StoreView store, RowPlaces places, DeviceLimbo limbo) {
+  const std::int64_t i = global_thread();
+  if (i >= limbo.most || i >= limbo.rows[0]) return;
+  const std::uint32_t number = limbo.rows[1 + i];
+  RowRecord* const record = places.record_of(number);
+  const std::int32_t table = table_in_limbo(record->table);
+  record->table = table;
+  const std::uint64_t hash = hash_key(store.tables[table].hash, record->key);
+  if (!enter_pair(store.index, hash, {record->key, number, table})) {
+    add(&store.state->lost_keys, 1);
+  }
+  add(&table_state(store, table)->size, 1);
 }
 
 unsigned some_blocks(std::int64_t size) {
@@ -220,7 +253,7 @@ std::size_t store_evict_work_bytes(std::int64_t num_rows) {
 }
 
 void store_evict(const StoreView& store, std::int64_t table, std::int64_t batch,
-                 std::int64_t num_rows, void* memory, Stream stream) {
+                 std::int64_t num_rows, const DeviceLimbo& limbo, void* memory, Stream stream) {
   if (num_rows == 0) return;
   static_assert(kThreads == kValues, "a thread counts a value");
   Carve carve(memory);
@@ -237,7 +270,17 @@ void store_evict(const StoreView& store, std::int64_t table, std::int64_t batch,
       launch(choose_digit, 1, 1, 0, stream, work, word, digit);
     }
   }
-  launch(depart, blocks, kThreads, 0, stream, store, places, work);
+  launch(depart, blocks, kThreads, 0, stream, store, places, work, limbo);
+}
+
+void store_free_limbo(const StoreView& store, const DeviceLimbo& limbo, Stream stream) {
+  launch(free_limbo, num_blocks(limbo.most + 1, kThreads), kThreads, 0, stream, store, limbo);
+}
+
+void store_bring_back(const StoreView& store, const DeviceLimbo& limbo, Stream stream) {
+  if (limbo.most == 0) return;
+  launch(bring_back, num_blocks(limbo.most, kThreads), kThreads, 0, stream, store, places_of(store),
+         limbo);
 }
 
 void store_clear_table(const StoreView& store, std::int64_t table, std::int64_t num_rows,

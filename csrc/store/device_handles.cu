@@ -16,7 +16,7 @@ __device__ __forceinline__ float4 used_words(const float* row, std::int64_t vect
                                              std::int64_t used) {
   const std::int64_t first = vector * kFloats;
   if (first >= used) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 words = reinterpret_cast<const float4*>(row)[vector];
+  float4 words = load_once(reinterpret_cast<const float4*>(row) + vector);
   if (first + 1 >= used) words.y = 0.0f;
   if (first + 2 >= used) words.z = 0.0f;
   if (first + 3 >= used) words.w = 0.0f;
@@ -121,6 +121,16 @@ __global__ void write_metadata(StoreView store, RowPlaces places, DeviceHandles 
   record->frequency = frequency[j];
 }
 
+// Of rows that have one, or had it before they went into limbo.
+__global__ void read_keys(RowPlaces places, const std::uint32_t* limbo, std::int64_t most,
+                          std::int64_t* keys, std::int64_t* tables) {
+  const std::int64_t i = global_thread();
+  if (i >= most || i >= limbo[0]) return;
+  const RowRecord* const record = places.record_of(limbo[1 + i]);
+  keys[i] = record->key;
+  tables[i] = table_in_limbo(record->table);
+}
+
 __device__ __forceinline__ bool is_of_table(const StoreView& store, const RowPlaces& places,
                                             std::int64_t row, std::int64_t table) {
   return !is_free(store, row) && places.record_of(static_cast<std::uint32_t>(row))->table == table;
@@ -183,6 +193,13 @@ void store_write_metadata(const StoreView& store, const DeviceHandles& rows,
   if (rows.size == 0) return;
   launch(write_metadata, num_blocks(rows.size, kThreads), kThreads, 0, stream, store,
          places_of(store), rows, last_used, frequency);
+}
+
+void store_limbo_keys(const StoreView& store, const DeviceLimbo& limbo, std::int64_t* keys,
+                      std::int64_t* tables, Stream stream) {
+  if (limbo.most == 0) return;
+  launch(read_keys, num_blocks(limbo.most, kThreads), kThreads, 0, stream, places_of(store),
+         limbo.rows, limbo.most, keys, tables);
 }
 
 std::size_t store_list_work_bytes(std::int64_t num_rows) {

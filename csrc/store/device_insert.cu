@@ -215,7 +215,8 @@ void store_insert_missing(const StoreView& store, const DeviceKeys& in, const Us
     launch(use_found, num_blocks(in.size, kThreads), kThreads, 0, stream, places, in, use, out);
   }
   for (std::int64_t k = 0; k < plan.num_evicts; ++k) {
-    store_evict(store, plan.evicts[k], use.batch, plan.num_rows, rows.evict_work, stream);
+    store_evict(store, plan.evicts[k], use.batch, plan.num_rows, plan.limbo, rows.evict_work,
+                stream);
   }
   const std::int64_t num_new = plan.num_new;
   if (num_new > 0) {

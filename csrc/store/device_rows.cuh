@@ -17,6 +17,17 @@ inline std::int64_t record_floats(const RowShape& shape) {
   return (shape.used() + kFloatsPerSector - 1) / kFloatsPerSector * kFloatsPerSector;
 }
 
+// A load of what the kernel reads once: past the first cache, and as one of global memory, which
+// the compiler cannot know of an address that it finds in memory.
+template <typename Unit>
+__device__ __forceinline__ Unit load_once(const Unit* address) {
+#if defined(__CUDA_ARCH__)
+  return __ldcg(address);
+#else
+  return *address;
+#endif
+}
+
 // Where rows lie, worked out once by the host.
 struct RowPlaces {
   float* const* slabs;
@@ -73,29 +84,41 @@ __device__ __forceinline__ std::uint32_t find_row(const StoreView& store, std::i
   return find_pair(store.index, hash_key(store.tables[table].hash, key), key, table).row;
 }
 
-// Takes a row's key out of the index and frees its number; counts nothing. For distinct rows, while
-// nobody enters. The row's table.
-__device__ __forceinline__ std::int32_t free_row(const StoreView& store, const RowPlaces& places,
-                                                 std::uint32_t number) {
-  RowRecord* const record = places.record_of(number);
+// The table of a row in limbo, whose record has the complement: it belongs to no table's rows.
+__device__ __forceinline__ std::int32_t table_in_limbo(std::int32_t table) { return ~table; }
+
+__device__ __forceinline__ void set_free(const StoreView& store, std::uint32_t number) {
+  change_word(store.free_rows + number / 32,
+              [number](std::uint32_t word) { return word | 1u << number % 32; });
+}
+
+// Takes a row's key out of the index, while nobody enters; its table. For distinct rows.
+__device__ __forceinline__ std::int32_t take_out_row(const StoreView& store, RowRecord* record) {
   record->mark = kUnmarked;
   const std::int32_t table = record->table;
   const std::int64_t key = record->key;
   take_out_pair(store.index, hash_key(store.tables[table].hash, key), key, table);
-  change_word(store.free_rows + number / 32,
-              [number](std::uint32_t word) { return word | 1u << number % 32; });
   return table;
 }
 
-// Counts the rows that lanes of a warp have freed. The whole warp calls it.
-__device__ __forceinline__ void count_freed(const StoreView& store, bool freed,
-                                            std::int32_t table) {
-  const unsigned active = __ballot_sync(kAllLanes, freed);
-  if (!freed) return;
+// The same, and frees the number; counts nothing.
+__device__ __forceinline__ std::int32_t free_row(const StoreView& store, const RowPlaces& places,
+                                                 std::uint32_t number) {
+  const std::int32_t table = take_out_row(store, places.record_of(number));
+  set_free(store, number);
+  return table;
+}
+
+// Counts the rows that lanes of a warp have taken out; free: their numbers, too. The whole warp
+// calls it.
+__device__ __forceinline__ void count_gone(const StoreView& store, bool gone, std::int32_t table,
+                                           bool free) {
+  const unsigned active = __ballot_sync(kAllLanes, gone);
+  if (!gone) return;
   const unsigned same = __match_any_sync(active, table);
   if ((same & lanes_before(threadIdx.x % kWarpSize)) != 0) return;
   add(&table_state(store, table)->size, -std::int64_t{__popc(same)});
-  add(&store.state->num_free, __popc(same));
+  if (free) add(&store.state->num_free, __popc(same));
 }
 
 // How lanes move embeddings: one Unit of a row each, written as float32.
@@ -168,7 +191,7 @@ __device__ __forceinline__ void copy_embeddings(const StoreView& store, const Ro
     for (std::int64_t unit = lane % lanes; unit < units; unit += lanes) {
       Unit values[kRowsInFlight] = {};
       for (int k = 0; k < kRowsInFlight; ++k) {
-        if (from[k] != nullptr) values[k] = from[k][unit];
+        if (from[k] != nullptr) values[k] = load_once(from[k] + unit);
       }
       for (int k = 0; k < kRowsInFlight; ++k) {
         float* const to = out + (first + base + k * at_once + mine) * store.shape.dim;

@@ -30,11 +30,17 @@ def device_store(*tables: TableSpec, dim: int = 4, optimizer: Any = None, **sett
 
 
 def both(
-    *tables: TableSpec, dim: int = 4, optimizer: Any = None, device: str = "cpu", **settings: Any
+    *tables: TableSpec,
+    dim: int = 4,
+    optimizer: Any = None,
+    device: str = "cpu",
+    undoable: bool = False,
+    **settings: Any,
 ) -> tuple[DeviceStore, EmbeddingStore]:
     tables = tables or (spec(),)
     host = EmbeddingStore(tables, dim=dim, optimizer=optimizer or SGD(lr=0.1), **settings)
-    return device_store(*tables, dim=dim, optimizer=optimizer, device=device, **settings), host
+    made = device_store(*tables, dim=dim, optimizer=optimizer, device=device, undoable=undoable, **settings)
+    return made, host
 
 
 def bits(rows: Tensor) -> Tensor:
@@ -110,15 +116,22 @@ def full_tables(rule: Any) -> tuple[TableSpec, TableSpec]:
 
 
 def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
-    """The full table refuses what the rule leaves no room for; a second table is never touched."""
+    """The full table refuses what the rule leaves no room for; a second table is never touched. Where the device's
+    store can take retrievals back, each is taken back and repeated, and handles are alike, too."""
     model = TableModel("a", 70, eviction=rule)
     generator = torch.Generator().manual_seed(2)
     for step in range(7):
         keys = torch.randint(-70 - 15 * step, 15, (0 if step == 5 else 60,), generator=generator)
         batch, of_a = (step if step < 5 else step + 3), torch.zeros(keys.numel()).int()
         ours, theirs = device.retrieve(keys, of_a, None, batch), host.retrieve(keys, of_a, None, batch)
-        expected, _ = model.retrieve(keys.tolist(), None, batch)
+        expected, gone = model.retrieve(keys.tolist(), None, batch)
         assert ours.status.tolist() == theirs.status.tolist() == expected
+        if ours.journal is not None:
+            assert torch.equal(ours.handles, theirs.handles)
+            assert device.evicted(ours)[0].tolist() == gone
+            taken_back(device, host, ours, theirs)
+            again, theirs = device.retrieve(keys, of_a, None, batch), host.retrieve(keys, of_a, None, batch)
+            assert torch.equal(again.handles, theirs.handles) and torch.equal(again.status, ours.status)
         ours, theirs = (s.retrieve(keys[:8] + step, of_a[:8] + 1, None, batch) for s in (device, host))
         assert torch.equal(ours.status, theirs.status)
         assert_same(device, host)
@@ -127,3 +140,11 @@ def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
             assert counted == host.counters("a")[name] == model.counters[name]
     assert device.counters("a")["evicted"] + device.counters("a")["expired"] > 0
     assert device.counters("b")["refused"] > 0
+
+
+def taken_back(device: Any, host: EmbeddingStore, ours: Any, theirs: Any) -> None:
+    for store, retrieval in ((device, ours), (host, theirs)):
+        store.undo(retrieval)
+    assert_same(device, host)
+    assert device.last_batch == host.last_batch
+    assert device.counters("a") == {name: host.counters("a")[name] for name in device.counters("a")}

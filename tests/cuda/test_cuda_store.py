@@ -43,7 +43,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, RowMetadata):
         return RowMetadata(value.last_used.to(device), value.frequency.to(device))
     if isinstance(value, Retrieval):
-        return Retrieval(value.handles.to(device), value.status.to(device), None)
+        return Retrieval(value.handles.to(device), value.status.to(device), value.journal)
     return tuple(_moved(part, device) for part in value) if isinstance(value, tuple) else value
 
 
@@ -56,9 +56,10 @@ def test_cuda_store_random_program() -> None:
     programs.random_program(*both(*programs.PROGRAM[0], **programs.PROGRAM[1]))
 
 
+@pytest.mark.parametrize("undoable", [False, True])
 @pytest.mark.parametrize("rule", programs.RULES, ids=lambda rule: type(rule).__name__)
-def test_cuda_store_evicts_the_rows_that_the_host_store_does(rule: Any) -> None:
-    programs.evictions(rule, *both(*programs.full_tables(rule)))
+def test_cuda_store_evicts_the_rows_that_the_host_store_does(rule: Any, undoable: bool) -> None:
+    programs.evictions(rule, *both(*programs.full_tables(rule), undoable=undoable))
 
 
 def test_cuda_store_many_keys_at_once() -> None:

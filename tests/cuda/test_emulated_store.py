@@ -23,6 +23,7 @@ from store_programs import (
     full_tables,
     random_program,
     spec,
+    taken_back,
 )  # fmt: skip
 from torch import Tensor
 
@@ -106,9 +107,42 @@ def test_emulated_cuda_store_looks_at_few_buckets(cuda: EmulatedCuda) -> None:
     assert 1 <= absent / len(tags) < 1.4
 
 
+@pytest.mark.parametrize("undoable", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(cuda: EmulatedCuda, rule: Any) -> None:
-    evictions(rule, *both(*full_tables(rule)))
+def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(
+    cuda: EmulatedCuda, rule: Any, undoable: bool
+) -> None:
+    evictions(rule, *both(*full_tables(rule), undoable=undoable))
+
+
+def test_emulated_cuda_store_takes_back_what_can_be(cuda: EmulatedCuda) -> None:
+    """Newest first, with keys that come twice; not after an erasing call, nor once evicted rows are free."""
+    device, host = both(*full_tables(RULES[0]), undoable=True)
+    keys, tables = torch.arange(90).repeat(2), torch.zeros(180).int()
+    before = device.retrieve(keys[:60], tables[:60], None, 0), host.retrieve(keys[:60], tables[:60], None, 0)
+    counts = torch.arange(100)
+    ours, theirs = (s.retrieve(keys[40:140].contiguous(), tables[:100], counts, 2) for s in (device, host))
+    assert torch.equal(ours.handles, theirs.handles)
+    with pytest.raises(ValueError, match="undo: this is not the newest retrieval of the store: undo newer ones first"):
+        device.undo(before[0])
+    taken_back(device, host, ours, theirs)
+    with pytest.raises(ValueError, match="undo: this retrieval has been undone already"):
+        device.undo(ours)
+    taken_back(device, host, *before)
+    device.retrieve(keys[:60], tables[:60], None, 0)
+    evicting = device.retrieve(keys[60:90].contiguous(), tables[:30], None, 2)
+    assert len(device.evicted(evicting)[0]) == 60 + 30 - int(70 * 0.75)
+    later = device.retrieve(keys[:1], tables[:1], None, 4)
+    device.undo(later)
+    for call, words in ((device.undo, "undo: rows that"), (device.evicted, "evicted: rows that")):
+        with pytest.raises(ValueError, match=f"{words} this retrieval evicted are free"):
+            call(evicting)
+    newest = device.retrieve(keys[:1], tables[:1], None, 4)
+    device.erase(keys[:1], "a")
+    with pytest.raises(ValueError, match="undo: keys were erased since this retrieval"):
+        device.undo(newest)
+    with pytest.raises(ValueError, match="evicted: this store forgets what it does: make it with undoable=True"):
+        device_store().evicted(newest.__class__(newest.handles, newest.status, None))
 
 
 def test_emulated_cuda_store_full_tables_change_nothing_or_refuse_the_last_keys(cuda: EmulatedCuda) -> None:

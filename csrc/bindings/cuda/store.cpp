@@ -55,12 +55,18 @@ DeviceAnswer answer_of(const Words& w) {
   return {pointer_at<std::int64_t>(w, 0), pointer_at<std::uint8_t>(w, 1), pointer_at<float>(w, 2)};
 }
 
-// (num_missing, num_new, num_rows, reuses), (tables that evict), (tables that may refuse)
+// (rows or null, most), from word i on
+DeviceLimbo limbo_of(const Words& w, std::size_t i = 0) {
+  return {pointer_at<std::uint32_t>(w, i), w.at(i + 1)};
+}
+
+// (num_missing, num_new, num_rows, reuses, limbo), (tables that evict), (tables that may refuse)
 InsertPlan plan_of(const Words& w, const Words& evicts, const Words& refuses) {
   return {w.at(0),        w.at(1),
           w.at(2),        w.at(3) != 0,
           evicts.data(),  static_cast<Count>(evicts.size()),
-          refuses.data(), static_cast<Count>(refuses.size())};
+          refuses.data(), static_cast<Count>(refuses.size()),
+          limbo_of(w, 4)};
 }
 
 // view, keys, answer
@@ -100,6 +106,24 @@ void erase(const Lists& a, const Place& place) {
 void clear_table(const Lists& a, const Place& place) {
   at(place, [&](Stream stream) {
     store_clear_table(view_of(a.at(0)), a.at(1).at(0), a.at(1).at(1), stream);
+  });
+}
+
+// view, limbo
+void free_limbo(const Lists& a, const Place& place) {
+  at(place, [&](Stream stream) { store_free_limbo(view_of(a.at(0)), limbo_of(a.at(1)), stream); });
+}
+
+// view, limbo
+void bring_back(const Lists& a, const Place& place) {
+  at(place, [&](Stream stream) { store_bring_back(view_of(a.at(0)), limbo_of(a.at(1)), stream); });
+}
+
+// view, limbo, (keys, tables)
+void limbo_keys(const Lists& a, const Place& place) {
+  at(place, [&](Stream stream) {
+    store_limbo_keys(view_of(a.at(0)), limbo_of(a.at(1)), pointer_at<std::int64_t>(a.at(2), 0),
+                     pointer_at<std::int64_t>(a.at(2), 1), stream);
   });
 }
 
@@ -155,6 +179,9 @@ void bind_cuda_store(py::module_& module) {
                                                 {"store_insert_missing", &insert_missing},
                                                 {"store_erase", &erase},
                                                 {"store_clear_table", &clear_table},
+                                                {"store_free_limbo", &free_limbo},
+                                                {"store_bring_back", &bring_back},
+                                                {"store_limbo_keys", &limbo_keys},
                                                 {"store_rehash", &rehash},
                                                 {"store_list_table", &list_table},
                                                 {"store_rows", &rows}};

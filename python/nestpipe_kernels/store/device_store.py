@@ -14,7 +14,8 @@ from ..ops._kernels import kernels_of, place_of
 from ..types import UNBOUNDED, DataType, Retrieval, SparseOptimizer, TableSpec
 from .checks import check_batch, check_storage, key_vector
 from .device_memory import MAX_ROWS, NEGATIVE_COUNTS, OUT_OF_RANGE, DeviceMemory, Room, StoreState
-from .device_rows import DeviceRows, call_words
+from .device_rows import call_words
+from .device_undo import DeviceJournal, DeviceUndo
 from .policies import SEED_MASK, has_policy
 from .row_transfer import RowMetadata
 from .settings import with_default_init, words
@@ -27,13 +28,14 @@ COUNTERS = {"inserted": 2, "evicted": 3, "expired": 4, "refused": 5}
 Allocated = TypeVar("Allocated")
 
 
-class DeviceStore(DeviceRows):
+class DeviceStore(DeviceUndo):
     """Rows of tables with the same dim, storage type and optimizer, in the memory of one device.
 
     Results are those of `EmbeddingStore` for the same calls: the same keys have rows, with the same bits and metadata,
     the same ones are evicted, every key gets the same status. No key value is reserved, and repeated keys in a call are
-    fine. Two things differ. Nothing can be undone, so evicted rows are free at once, also for new keys of the same
-    call. And rules that ask Python or count keys without a row (Score, admission, init.Custom) are refused.
+    fine. Two things differ. Unless `undoable`, nothing can be undone, and evicted rows are free at once, also for new
+    keys of the same call. And rules that ask Python or count keys without a row (Score, admission, init.Custom) are
+    refused.
 
     Calls run on the current stream of the device and return before it is done; those that say "waits" read a number
     from the device. Callers order calls on different streams. Memory is torch's: tensors that grow between calls. Where
@@ -50,6 +52,8 @@ class DeviceStore(DeviceRows):
         data_type: storage type of the embeddings; what goes in and out is float32 whatever it is.
         stochastic_rounding: noted for those who update rows.
         load: keys for each slot of the index at most, in (0, 0.9]. The index takes 17 bytes a slot.
+        undoable: retrievals can be taken back, which takes a copy of the metadata of each call's rows; rows that batch
+            u evicts are free from the retrieval of batch u + 2 on, or after an erasing call, as in `EmbeddingStore`.
         rows_per_slab: rows that are allocated together, a power of two from 32 on; None: 32 MB of them.
 
     Raises:
@@ -67,6 +71,7 @@ class DeviceStore(DeviceRows):
         data_type: DataType = DataType.FP32,
         stochastic_rounding: bool = False,
         load: float = 0.75,
+        undoable: bool = False,
         rows_per_slab: int | None = None,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
@@ -100,6 +105,7 @@ class DeviceStore(DeviceRows):
         self.row_floats, self.embedding_words = self._memory.row_floats, self._memory.words
         self.table_hashes = words([core().hash_name(spec.name) for spec in self.tables])
         self.table_seeds = words([spec.seed & SEED_MASK for spec in self.tables])
+        self._undoable, self._limbo = undoable, []
         self._removals = 0
         self._last_batch = -1
 
@@ -108,7 +114,7 @@ class DeviceStore(DeviceRows):
     def retrieve(
         self, keys: Tensor, tables: Tensor, counts: Tensor | None, batch: int, embeddings: Tensor | None = None
     ) -> Retrieval:
-        """Find or insert, by the tables' rules, as `EmbeddingStore.retrieve`; but nothing can be undone.
+        """Find or insert, by the tables' rules, as `EmbeddingStore.retrieve`.
 
         New rows get the lowest free handles, in the order in which their keys first come.
 
@@ -119,7 +125,8 @@ class DeviceStore(DeviceRows):
             embeddings: float32 [n, dim], filled if given: what `read_embeddings` of the handles would give.
 
         Returns:
-            handles, -1 where the status is REFUSED; the journal is None.
+            handles, -1 where the status is REFUSED; the journal is for `undo`, None unless the store is `undoable`. It
+            refers to `keys` and `tables`, which must not change before.
 
         Waits once: after the search, before anything changes, the host reads how many keys are new.
 
@@ -196,10 +203,9 @@ class DeviceStore(DeviceRows):
     def erase_keys(self, keys: Tensor, tables: Tensor) -> Tensor:
         """Remove keys; uint8 [n] status FOUND (now gone; the first time it comes) or ABSENT. Their rows are free."""
         self._check_keys("erase_keys", keys, tables)
-        status, work = self._empty(UINT8, keys.numel()), self._empty(INT32, keys.numel())
         self._removals += 1
-        self._run("store_erase", call_words(keys, tables), [status.data_ptr(), work.data_ptr()])
-        return status
+        self._settle(lambda limbo: True)
+        return self._erase(keys, tables)
 
     def reserve(self, num_keys: int) -> None:
         """Memory for so many keys at once, all tables together, so that nothing grows on the way to them. Waits.
@@ -220,8 +226,10 @@ class DeviceStore(DeviceRows):
         self._removals += 1
         if table is None:
             self._memory.clear()
+            self._limbo.clear()
             self._last_batch = -1
             return
+        self._settle(lambda limbo: True)
         index, state = self._table(table), self.read_state()
         self._run("store_clear_table", [index, state.num_rows])
         self._table_state()[index, 2:] = 0
@@ -309,6 +317,8 @@ class DeviceStore(DeviceRows):
             return self._empty(INT64, size), self._empty(UINT8, size), search, self._faults(keys, counts, only_table)
 
         handles, status, search, faults = self._allocate(operation, search_memory)
+        if batch >= 0:
+            self._settle(lambda limbo: limbo.batch <= batch - 2)
         for word, number in faults.items():
             memory.state[word] = number
         self._run("store_search_missing", call, [handles.data_ptr(), search.data_ptr()])
@@ -320,22 +330,37 @@ class DeviceStore(DeviceRows):
                 "inserted: give each key once"
             )
         plan, sizes = self._plan(operation, state, batch, size, only_table is not None or loads)
-        num_rows = max(state.num_rows, sum(sizes))
+        num_rows = self._rows_needed(state, sizes, plan[1])
         num_keys = sum(max(rows, state.table(t, 0)) for t, rows in enumerate(sizes))
         if num_rows > MAX_ROWS:
             raise StoreFullError(f"{operation}: a device store has up to {MAX_ROWS} rows: shard over more devices")
 
-        def insert_memory() -> tuple[Room, Tensor]:
+        def insert_memory() -> tuple[Room, Tensor, DeviceJournal | None]:
+            limbo = self._limbo_for(state, batch, plan[1])
+            plan[0].extend((0, 0) if limbo is None else limbo.words())
             work = self._empty(UINT8, self._bytes("store_insert_work_bytes", memory.view(), *plan))
-            return memory.room(num_keys, num_rows), work
+            journal = None if loads else self._make_journal(handles, keys, tables, limbo)
+            return memory.room(num_keys, num_rows), work, journal
 
-        room, work = self._allocate(operation, insert_memory, state.num_new)
+        room, work, journal = self._allocate(operation, insert_memory, state.num_new)
         self._take(room)
         use = [0 if counts is None else counts.data_ptr(), batch]
         answer = [handles.data_ptr(), status.data_ptr(), 0 if embeddings is None else embeddings.data_ptr()]
         self._run("store_insert_missing", call, use, *plan, answer, [search.data_ptr(), work.data_ptr()])
         self._last_batch = max(self._last_batch, batch)
-        return Retrieval(handles, status, None)
+        self._sequence += 1
+        self._newest = self._sequence
+        if journal is not None and journal.limbo is not None:
+            self._limbo.append(journal.limbo)
+        return Retrieval(handles, status, journal)
+
+    def _rows_needed(self, state: StoreState, sizes: list[int], evicts: list[int]) -> int:
+        """Row numbers that a call may take: free ones come first, and those of rows that leave are not free yet if the
+        call can be undone."""
+        if not self._undoable:
+            return max(state.num_rows, sum(sizes))
+        new = (state.table(t, 1) if t in evicts else rows - state.table(t, 0) for t, rows in enumerate(sizes))
+        return state.num_rows + max(0, sum(new) - state.num_free)
 
     def _take(self, room: Room) -> None:
         if room.tags is not None and room.entries is not None:

@@ -13,7 +13,8 @@
 // Rows lie in slabs that never move; `slabs` has their addresses, and a row's number is its handle.
 // A row is embedding, optimizer state, int32 `updates`, and from the next 32 bytes on its record. A
 // bit for each row number says that it is free. New rows get the lowest free numbers, then the next
-// ones, in the order in which their keys first come in the call.
+// ones, in the order in which their keys first come in the call. Rows that a call evicts are free
+// at once, or wait in limbo for as long as the call may be taken back.
 //
 // Phases. What one kernel of a call writes only later kernels read: a search never runs beside an
 // insertion or an erasure. So keys that are entered are known to be absent and distinct (repeated
@@ -136,6 +137,14 @@ std::size_t store_missing_work_bytes(std::int64_t size);
 void store_search_missing(const StoreView& store, const DeviceKeys& in, std::int64_t* handles,
                           void* work, Stream stream);
 
+// Rows that a call evicted and that may come back: out of the index, their numbers not free, their
+// records and contents untouched but for the table. rows[0]: how many; null: rows that leave are
+// free at once.
+struct DeviceLimbo {
+  std::uint32_t* rows;  // [1 + most]
+  std::int64_t most;
+};
+
 // What the host makes of the state between the two halves.
 struct InsertPlan {
   std::int64_t num_missing, num_new;
@@ -145,6 +154,7 @@ struct InsertPlan {
   std::int64_t num_evicts;
   const std::int64_t* refuses;  // [num_refuses] tables that may have no room for all their keys
   std::int64_t num_refuses;
+  DeviceLimbo limbo;  // with rows[0] == 0; or none
 };
 
 struct UseOfKeys {
@@ -164,7 +174,14 @@ void store_insert_missing(const StoreView& store, const DeviceKeys& in, const Us
 // more. work: store_evict_work_bytes of row numbers.
 std::size_t store_evict_work_bytes(std::int64_t num_rows);
 void store_evict(const StoreView& store, std::int64_t table, std::int64_t batch,
-                 std::int64_t num_rows, void* work, Stream stream);
+                 std::int64_t num_rows, const DeviceLimbo& limbo, void* work, Stream stream);
+// The numbers of rows in limbo are free.
+void store_free_limbo(const StoreView& store, const DeviceLimbo& limbo, Stream stream);
+// Rows in limbo are in the index again, which has slots for them.
+void store_bring_back(const StoreView& store, const DeviceLimbo& limbo, Stream stream);
+// keys, tables [most]: of the rows in limbo, in their order there, which means nothing.
+void store_limbo_keys(const StoreView& store, const DeviceLimbo& limbo, std::int64_t* keys,
+                      std::int64_t* tables, Stream stream);
 
 // status [size]: kFound at the first occurrence of a key that was there, else kAbsent. work: 4
 // bytes a key.
