@@ -16,7 +16,7 @@ SCALE=${SCALE:-1.0}
 REPEAT=${REPEAT:-20}
 WHEELS=${WHEELS:-dist}
 LIMIT=${LIMIT:-60}
-TESTS=${TESTS:-tests/pipeline/test_cuda_pipeline.py tests/device/test_cuda_device.py tests/cuda/test_cuda_store.py tests/triton}
+TESTS=${TESTS:-tests/pipeline/test_cuda_pipeline.py tests/device/test_cuda_device.py tests/cuda/test_cuda_*.py tests/triton}
 mkdir -p "$OUT"
 failed=()
 

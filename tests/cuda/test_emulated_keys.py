@@ -15,7 +15,9 @@ from nestpipe_kernels.ops.intersect import reference
 EXTREMES = torch.tensor([0, -1, -2, 2**63 - 1, -(2**63), 2**32, -(2**32)])
 
 
-def assert_matches_are_right(size_a: int, size_b: int, distinct: int, with_tables: bool = False) -> None:
+def assert_matches_are_right(
+    size_a: int, size_b: int, distinct: int, with_tables: bool = False, device: str = "cpu"
+) -> None:
     generator = torch.Generator().manual_seed(size_a + 3 * size_b + distinct)
     pool = torch.randint(-(2**63), 2**63 - 1, (distinct,), generator=generator)
     pool[: len(EXTREMES)] = EXTREMES[:distinct]
@@ -24,8 +26,9 @@ def assert_matches_are_right(size_a: int, size_b: int, distinct: int, with_table
     if with_tables:
         tables = [torch.randint(-2, 2, (size,), generator=generator).int() for size in (size_a, size_b)]
     given = (keys_a, tables[0], keys_b, tables[1])
-    for found, expected in zip(intersect_cuda.intersect(*given), reference.intersect(*given)):
-        assert torch.equal(found, expected)
+    there = [None if part is None else part.to(device) for part in given]
+    for found, expected in zip(intersect_cuda.intersect(*there), reference.intersect(*given)):
+        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("with_tables", [False, True])

@@ -56,21 +56,59 @@ def matrices(bags: Bags, dim: int, stride: int, seed: int = 0) -> list[Tensor]:
     return made
 
 
-def assert_gradients_are_right(bags: Bags, num_rows: int, dim: int, stride: int, *, special: bool = False) -> None:
+def assert_gradients_are_right(
+    bags: Bags, num_rows: int, dim: int, stride: int, *, special: bool = False, device: str = "cpu"
+) -> None:
     rows = matrices(Bags(bags.slots, bags.bag_offsets, (0, num_rows), (SUM,), None), dim, stride, seed=1)[0]
     rows[:, 0] = rows[:, 0].round()  # equal ones among the candidates of a maximum
     grads: list[Tensor | None] = [*matrices(bags, dim, stride)]
     if special:
         rows[2], grads[0][3] = SPECIAL[:dim].repeat(dim)[:dim], SPECIAL[:dim].repeat(dim)[:dim]
     results = []
-    for run in (pool_cuda.pool_backward, reference.pool_backward):
+    for run, place in ((pool_cuda.pool_backward, device), (reference.pool_backward, "cpu")):
         accumulator = torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(5))
         accumulator[:3] = -0.0
-        run(grads, rows, bags, accumulator)
+        accumulator = accumulator.to(place)
+        given = [None if grad is None else grad.to(place) for grad in grads]
+        run(given, rows.to(place), bags, accumulator)
         if len(grads) > 1:
-            run([None, *grads[1:]], rows, bags, accumulator)
-        results.append(bits(accumulator))
+            run([None, *given[1:]], rows.to(place), bags, accumulator)
+        results.append(bits(accumulator.cpu()))
     assert torch.equal(*results)
+
+
+def assert_pooling_is_right(bags: Bags, num_rows: int, dim: int, stride: int, device: str = "cpu") -> None:
+    rows = matrices(Bags(bags.slots, bags.bag_offsets, (0, num_rows), (SUM,), None), dim, stride, seed=1)[0]
+    rows[num_rows // 2] = SPECIAL.repeat(dim)[:dim]
+    rows[:, 0] = rows[:, 0].round()
+    results = []
+    for run, place in ((pool_cuda.pool_forward, device), (reference.pool_forward, "cpu")):
+        outs = [torch.full_like(out, torch.nan).to(place) for out in matrices(bags, dim, stride)]
+        run(rows.to(place), bags, outs)
+        results.append([bits(out.cpu()) for out in outs])
+    for found, expected in zip(*results):
+        assert torch.equal(found, expected)
+
+
+def assert_weight_gradients_are_right(dim: int, stride: int, device: str = "cpu") -> None:
+    bags = some_bags([SUM, NONE, SUM], 30, 20)
+    rows = matrices(Bags(bags.slots, bags.bag_offsets, (0, 20), (SUM,), None), dim, stride, seed=1)[0]
+    grads = [*matrices(bags, dim, stride)[:2], None]
+    there = [None if grad is None else grad.to(device) for grad in grads]
+    found = pool_cuda.pool_weight_grad(there, rows.to(device), bags)
+    assert torch.equal(bits(found.cpu()), bits(reference.pool_weight_grad(grads, rows, bags)))
+
+
+def hot_bags(counts: list[int]) -> Bags:
+    """Weighted occurrences of row u, counts[u] of them, in any order."""
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(3))]
+    offsets = torch.arange(0, len(slots) + 1, 7 if len(slots) % 7 == 0 else 1)
+    return Bags(slots, offsets, (0, len(offsets) - 1), (SUM,), torch.rand(len(slots)))
+
+
+HOT_COUNTS = ([1024, 1025, 2048, 0, 3, 2501], [2049], [4, 1024])
+"""Rows of one block and of several, the last one full, and not; two hot rows side by side, others in between."""
 
 
 DIMS = [(1, 1), (7, 9), (64, 68)]
@@ -91,13 +129,8 @@ def test_emulated_cuda_pool_backward_of_long_rows(cuda: EmulatedCuda) -> None:
 
 @pytest.mark.parametrize(("dim", "stride"), [(3, 3), (4, 4)])
 def test_emulated_cuda_pool_backward_of_hot_rows(cuda: EmulatedCuda, dim: int, stride: int) -> None:
-    """Rows of one block and of several, the last one full, and not; two hot rows side by side, others in between."""
-    for counts in ([1024, 1025, 2048, 0, 3, 2500], [2049], [5, 1023]):
-        slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(3))]
-        offsets = torch.arange(0, len(slots) + 1)[:: 7 if len(slots) % 7 == 0 else 1]
-        bags = Bags(slots, offsets, (0, len(offsets) - 1), (SUM,), torch.rand(len(slots)))
-        assert_gradients_are_right(bags, len(counts), dim, stride)
+    for counts in HOT_COUNTS:
+        assert_gradients_are_right(hot_bags(counts), len(counts), dim, stride)
 
 
 @pytest.mark.parametrize(("dim", "stride"), [*DIMS, (2048, 2048)])
@@ -106,25 +139,12 @@ def test_emulated_cuda_pool_forward(cuda: EmulatedCuda, dim: int, stride: int, w
     modes = [SUM, NONE] if weighted else [SUM, MEAN, MAX, NONE]
     for size, num_rows in ((0, 3), (1, 1), (60, 40)):
         bags = some_bags(modes, size, num_rows, weighted=weighted, narrow=weighted)
-        rows = matrices(Bags(bags.slots, bags.bag_offsets, (0, num_rows), (SUM,), None), dim, stride, seed=1)[0]
-        rows[num_rows // 2] = SPECIAL.repeat(dim)[:dim]
-        rows[:, 0] = rows[:, 0].round()
-        results = []
-        for run in (pool_cuda.pool_forward, reference.pool_forward):
-            outs = [torch.full_like(out, torch.nan) for out in matrices(bags, dim, stride)]
-            run(rows, bags, outs)
-            results.append([bits(out) for out in outs])
-        for found, expected in zip(*results):
-            assert torch.equal(found, expected)
+        assert_pooling_is_right(bags, num_rows, dim, stride)
 
 
 @pytest.mark.parametrize(("dim", "stride"), [*DIMS, (37, 40), (1280, 1280)])
 def test_emulated_cuda_pool_weight_grad(cuda: EmulatedCuda, dim: int, stride: int) -> None:
-    bags = some_bags([SUM, NONE, SUM], 30, 20)
-    rows = matrices(Bags(bags.slots, bags.bag_offsets, (0, 20), (SUM,), None), dim, stride, seed=1)[0]
-    grads = [*matrices(bags, dim, stride)[:2], None]
-    found = pool_cuda.pool_weight_grad(grads, rows, bags)
-    assert torch.equal(bits(found), bits(reference.pool_weight_grad(grads, rows, bags)))
+    assert_weight_gradients_are_right(dim, stride)
 
 
 def test_emulated_cuda_pool_of_rows_that_are_far_apart(cuda: EmulatedCuda) -> None:

@@ -29,7 +29,9 @@ def settled(values: Tensor) -> Tensor:
     return bits(torch.where(values.isnan(), torch.tensor(7.0), values))
 
 
-def assert_means_are_right(num_rows: int, dim: int, per_source: list[int], *, chosen: int | None = None) -> None:
+def assert_means_are_right(
+    num_rows: int, dim: int, per_source: list[int], *, chosen: int | None = None, device: str = "cpu"
+) -> None:
     """Boxes with something special here and there; rows that no source has, and rows that all have."""
     generator = torch.Generator().manual_seed(dim + num_rows)
     size = sum(per_source)
@@ -42,10 +44,11 @@ def assert_means_are_right(num_rows: int, dim: int, per_source: list[int], *, ch
     divisors = [1.0, 3.0, 0.7][: len(per_source)]
     for limit in (math.inf, 2.0):
         results = []
-        for run in (mean_cuda.mean_sources, mean_reference.mean_sources):
-            total, countable = torch.full((num_rows, dim), 7.0), torch.ones(num_rows, dtype=torch.bool)
-            run(total, countable, boxes, entries, per_source, divisors, rows, limit)
-            results.append((settled(total), countable))
+        for run, place in ((mean_cuda.mean_sources, device), (mean_reference.mean_sources, "cpu")):
+            total = torch.full((num_rows, dim), 7.0, device=place)
+            countable = torch.ones(num_rows, dtype=torch.bool, device=place)
+            run(total, countable, boxes.to(place), entries, per_source, divisors, rows, limit)
+            results.append((settled(total.cpu()), countable.cpu()))
         for found, expected in zip(*results):
             assert torch.equal(found, expected)
 
@@ -90,19 +93,26 @@ def test_emulated_cuda_take_rows_leaves_out_rows_out_of_range(cuda: EmulatedCuda
     assert int(bad) == 1
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "dim", "stride"), [(0, 4, 4), (1, 1, 1), (70, 7, 9), (70, 64, 64), (3, 2048, 2052)]
-)
-def test_emulated_cuda_finite_rows(cuda: EmulatedCuda, num_rows: int, dim: int, stride: int) -> None:
+def assert_finite_is_right(num_rows: int, dim: int, stride: int, device: str = "cpu") -> None:
     generator = torch.Generator().manual_seed(dim)
     wide = torch.full((num_rows, stride), torch.nan)
     grads = wide[:, :dim]
     grads.copy_(torch.randn(num_rows, dim, generator=generator))
-    assert finite_cuda.all_finite(grads) and bool(finite_cuda.finite_rows(grads).all())
+    there = grads.to(device)
+    assert finite_cuda.all_finite(there) and bool(finite_cuda.finite_rows(there).all())
     for row in range(0, num_rows, 9):
         grads[row, row % dim] = SPECIAL[row % len(SPECIAL)]
-    assert torch.equal(finite_cuda.finite_rows(grads), finite_reference.finite_rows(grads))
-    assert finite_cuda.all_finite(grads) == finite_reference.all_finite(grads)
+    there = grads.to(device)
+    assert torch.equal(finite_cuda.finite_rows(there).cpu(), finite_reference.finite_rows(grads))
+    assert finite_cuda.all_finite(there) == finite_reference.all_finite(grads)
+
+
+FINITE = [(0, 4, 4), (1, 1, 1), (70, 7, 9), (70, 64, 64), (3, 2048, 2052)]
+
+
+@pytest.mark.parametrize(("num_rows", "dim", "stride"), FINITE)
+def test_emulated_cuda_finite_rows(cuda: EmulatedCuda, num_rows: int, dim: int, stride: int) -> None:
+    assert_finite_is_right(num_rows, dim, stride)
 
 
 # ----------------------------------------------------------------------------------------------------- planted bugs

@@ -60,9 +60,13 @@ def storage_of(data_type: DataType, at_random: bool) -> RowStorage:
 
 
 def assert_same(
-    optimizer: SparseOptimizer, size: tuple[int, int], storage: RowStorage, grads: Tensor | None = None
+    optimizer: SparseOptimizer,
+    size: tuple[int, int],
+    storage: RowStorage,
+    grads: Tensor | None = None,
+    device: str = "cpu",
 ) -> None:
-    """Three updates: at one rate; with a rate and a mask for each row; late in a training."""
+    """Three updates on a device: at one rate; with a rate and a mask for each row; late in a training."""
     dim = size[0]
     generator = torch.Generator().manual_seed(dim + 1)
     if grads is None:
@@ -71,11 +75,11 @@ def assert_same(
     lr, mask = torch.rand(ROWS, generator=generator), torch.rand(ROWS, generator=generator) < 0.8
     lr[:3] = torch.tensor([0.0, 2.0**-101, 2.0**-100])
     rows = buffer(optimizer, *size, storage.data_type)
-    expected = rows.clone()
+    expected, there = rows.clone(), rows.to(device)
     for step, rate, chosen in ((1, 0.05, None), (7, lr, mask), (123_456, lr, mask.to(torch.uint8))):
-        update_cuda.row_update(rows, grads, optimizer, step, rate, chosen, storage)
+        update_cuda.row_update(there, grads.to(device), optimizer, step, rate, chosen, storage)
         reference.row_update(expected, grads, optimizer, step, rate, chosen, storage)
-    for found, wanted in zip(settled(rows, dim, optimizer, storage), settled(expected, dim, optimizer, storage)):
+    for found, wanted in zip(settled(there.cpu(), dim, optimizer, storage), settled(expected, dim, optimizer, storage)):
         assert torch.equal(found, wanted)
 
 
