@@ -160,6 +160,22 @@ def test_emulated_cuda_pool_of_rows_that_are_far_apart(cuda: EmulatedCuda) -> No
     assert accumulator[:, 5].tolist() == [1.0, 0.0, 0.0, 2.0]
 
 
+def test_emulated_cuda_pool_beside_a_boundary(cuda: EmulatedCuda) -> None:
+    """Rows of 8 that begin 4 bytes after a boundary of 16: each matrix in turn."""
+    bags = some_bags([SUM, MAX], 30, 20)
+    sizes = [20, *(end - begin for begin, end in pairwise(bags.segment_bags)), 20]
+    for shifted in range(len(sizes)):
+        results = []
+        for module in (pool_cuda, reference):
+            generator = torch.Generator().manual_seed(2)
+            flat = [torch.randn(size * 8 + 1, generator=generator)[int(k == shifted) :] for k, size in enumerate(sizes)]
+            rows, *outs, sums = (part[: size * 8].view(size, 8) for part, size in zip(flat, sizes))
+            module.pool_backward(outs, rows, bags, sums)
+            module.pool_forward(rows, bags, outs)
+            results.append([bits(part) for part in (*outs, sums)])
+        assert all(torch.equal(found, expected) for found, expected in zip(*results))
+
+
 def test_emulated_cuda_pool_leaves_out_slots_out_of_range(cuda: EmulatedCuda) -> None:
     bags = Bags(torch.tensor([1, 0, 4, 2**40, -2, 3]), torch.tensor([0, 3, 6]), (0, 2), (SUM,), None)
     rows, bad = torch.arange(32.0).view(4, 8), torch.full((3,), -1)

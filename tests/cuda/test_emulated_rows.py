@@ -61,6 +61,16 @@ def test_emulated_cuda_mean_sources(cuda: EmulatedCuda, num_rows: int, dim: int)
         assert_means_are_right(num_rows, dim, [30, 10, 50], chosen=chosen)
 
 
+def test_emulated_cuda_rows_beside_a_boundary(cuda: EmulatedCuda) -> None:
+    """Rows of 64 that begin 4 bytes after a boundary of 16."""
+    boxes, total = torch.randn(20 * 64 + 1)[1:].view(20, 64), torch.empty(20 * 64 + 1)[1:].view(20, 64)
+    entries = mean_reference.entries_by_row(torch.arange(20), 20)
+    mean_cuda.mean_sources(total, torch.ones(20, dtype=torch.bool), boxes, entries, [20], [1.0], None, math.inf)
+    assert torch.equal(total, boxes)
+    assert finite_cuda.all_finite(total) and bool(finite_cuda.finite_rows(boxes).all())
+    assert torch.equal(take_cuda.take_rows(total, torch.arange(20))[0], boxes) and not bool(total.any())
+
+
 def test_emulated_cuda_mean_sources_leaves_out_rows_out_of_range(cuda: EmulatedCuda) -> None:
     total, countable, bad = torch.zeros(4, 8), torch.ones(4, dtype=torch.bool), torch.tensor([-1])
     entries = mean_reference.entries_by_row(torch.arange(4), 4)

@@ -65,8 +65,10 @@ def assert_same(
     storage: RowStorage,
     grads: Tensor | None = None,
     device: str = "cpu",
+    shift: int = 0,
 ) -> None:
-    """Three updates on a device: at one rate; with a rate and a mask for each row; late in a training."""
+    """Three updates on a device: at one rate; with a rate and a mask for each row; late in a training. `shift`: floats
+    from a boundary of 16 bytes to the first row."""
     dim = size[0]
     generator = torch.Generator().manual_seed(dim + 1)
     if grads is None:
@@ -75,7 +77,8 @@ def assert_same(
     lr, mask = torch.rand(ROWS, generator=generator), torch.rand(ROWS, generator=generator) < 0.8
     lr[:3] = torch.tensor([0.0, 2.0**-101, 2.0**-100])
     rows = buffer(optimizer, *size, storage.data_type)
-    expected, there = rows.clone(), rows.to(device)
+    expected, there = rows.clone(), torch.empty(rows.numel() + shift, device=device)[shift:].view(rows.shape)
+    there.copy_(rows)
     for step, rate, chosen in ((1, 0.05, None), (7, lr, mask), (123_456, lr, mask.to(torch.uint8))):
         update_cuda.row_update(there, grads.to(device), optimizer, step, rate, chosen, storage)
         reference.row_update(expected, grads, optimizer, step, rate, chosen, storage)
@@ -127,6 +130,14 @@ def test_emulated_cuda_update_by_what_is_not_finite(cuda: EmulatedCuda, optimize
         grads = special[torch.randint(0, len(special), (ROWS, dim), generator=generator)]
         for storage in (RowStorage(), storage_of(DataType.FP16, True), storage_of(DataType.BF16, False)):
             assert_same(optimizer, (dim, 52), storage, grads)
+
+
+def test_emulated_cuda_update_of_rows_beside_a_boundary(cuda: EmulatedCuda) -> None:
+    for shift in (1, 2):
+        assert_same(optim.Adam(), (64, 200), RowStorage(), shift=shift)
+        assert_same(optim.RowWiseAdagrad(), (16, 64), storage_of(DataType.BF16, True), shift=shift)
+    grads = torch.randn(ROWS * 64 + 1)[1:].view(ROWS, 64)
+    assert_same(optim.Adagrad(), (64, 200), RowStorage(), grads)
 
 
 def test_emulated_cuda_update_of_nothing(cuda: EmulatedCuda) -> None:
