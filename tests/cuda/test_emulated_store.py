@@ -107,8 +107,15 @@ def test_emulated_cuda_store_looks_at_few_buckets(cuda: EmulatedCuda) -> None:
     assert 1 <= absent / len(tags) < 1.4
 
 
-@pytest.mark.parametrize("undoable", [False, True])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    ("rule", "undoable"),
+    [
+        *((rule, True) for rule in RULES),
+        (RULES[0], False),
+        *(pytest.param(rule, False, marks=pytest.mark.soak) for rule in RULES[1:]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+)
 def test_emulated_cuda_store_evicts_the_rows_that_the_host_store_does(
     cuda: EmulatedCuda, rule: Any, undoable: bool
 ) -> None:
