@@ -327,7 +327,12 @@ def test_emulated_cuda_store_refuses_settings(cuda: EmulatedCuda, settings: dict
         DeviceStore(given.pop("tables"), **given)
 
 
-def test_device_store_needs_kernels() -> None:
+def test_device_store_needs_a_device_and_kernels() -> None:
+    with pytest.raises(ValueError, match="unknown device 'tpu'; expected 'cpu', 'cuda'"):
+        device_store(device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match=r"device 'cuda' (needs a torch that was built with CUDA|is not here)"):
+            device_store(device="cuda")
     with pytest.raises(RuntimeError, match="device store: no native kernels for tensors on cpu: install a wheel built"):
         device_store()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._native import core
+from ..device import backend_for
 from ..errors import StoreFullError
 from ..ops._kernels import kernels_of, place_of
 from ..types import UNBOUNDED, DataType, Retrieval, SparseOptimizer, TableSpec
@@ -58,7 +59,8 @@ class DeviceStore(DeviceUndo):
 
     Raises:
         TypeError, ValueError: settings that no store can have, or not this one; the message names table and field.
-        RuntimeError: there are no kernels for the device.
+        RuntimeError: the device is not here, torch or its driver cannot use it, or there are no kernels for it; says
+            why and what to do.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class DeviceStore(DeviceUndo):
         self._table_index = {spec.name: t for t, spec in enumerate(self.tables)}
         if not self.tables or len(self._table_index) != len(self.tables):
             raise ValueError(f"device store: table names must be distinct, got {[spec.name for spec in self.tables]}")
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=backend_for(device).device).device
         self._kernels = kernels_of(torch.empty(0, device=self.device))
         if self._kernels is None:
             raise RuntimeError(
