@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from .nn.learning_rates import sparse_optimizer
     from .pipeline.counters import StepCounters
     from .pipeline.train_pipeline import NestedPipeline
-    from .store import EmbeddingStore, FileTier
+    from .store import DeviceTier, EmbeddingStore, FileTier
     from .types import UNBOUNDED, DataType, KeyStatus, PoolingType
 
 __all__ = [
     "UNBOUNDED",
     "DataType",
+    "DeviceTier",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "UNBOUNDED": "types",
     "DataType": "types",
+    "DeviceTier": "store",
     "EmbeddingBagCollection": "nn",
     "EmbeddingBagConfig": "nn",
     "EmbeddingCollection": "nn",

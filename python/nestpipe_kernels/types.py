@@ -277,6 +277,9 @@ class RowStore(Protocol):
     """int64 [T], the name's hash that (table, key) hashing starts from."""
     table_seeds: Tensor
     """int64 [T], the tables' seeds, modulo 2^64."""
+    device: torch.device
+    """Where rows lie: the CPU, or an accelerator, whose tensors `gather` and `write_back` take, too. Keys, handles and
+    all else are on the CPU."""
     tier: Any
     """A FileTier if rows lie in a file: then it pays to `warm` them; else None."""
     touched: TouchedRows | None

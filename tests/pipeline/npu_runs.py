@@ -20,13 +20,15 @@ import fake_hccl
 import fake_npu
 import nestpipe_kernels as nk
 from nestpipe_kernels import checkpoint
+from nestpipe_kernels._native import use_kernels
 from nestpipe_kernels.comm import DeviceCommunicator, InMemoryWorld, SparseGroups, communicator_for
 from nestpipe_kernels.device import StreamLane, backend_for
 from nestpipe_kernels.device.backend import DeviceEvent
-from nestpipe_kernels.errors import CommunicationError, NonFiniteGradientError
+from nestpipe_kernels.errors import CommunicationError, NonFiniteGradientError, StoreFullError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.stages import host_rows
-from nestpipe_kernels.testing.explorer import Outcome
+from nestpipe_kernels.store.device_memory import DeviceMemory
+from nestpipe_kernels.testing.explorer import Outcome, read_store
 from nestpipe_kernels.testing.scenario import Scenario
 from nestpipe_kernels.testing.threads import (
     read_pipeline,
@@ -45,6 +47,33 @@ def compare(scenario: Scenario, schedule: str) -> str:
     """How a run on the device, ranks as threads, differs from `sequential` on the CPU."""
     fake_npu.install()
     return run_scenario(scenario, "sequential").difference(run_scenario(scenario, schedule, "npu"))
+
+
+def rows_there(scenario: Scenario, limit: int | None = None) -> Scenario:
+    """The scenario with rows in the device's memory."""
+    tier = nk.DeviceTier("npu", rows_per_slab=32, memory_bytes=limit)
+    return replace(scenario, tables=tuple(replace(table, tier=tier) for table in scenario.tables))
+
+
+def compare_rows_there(scenario: Scenario, schedule: str) -> str:
+    """As `compare`, with rows in the device's memory; tables lose the rules that they cannot have there."""
+    fake_npu.install()
+    constant = nk.init.Constant(0.25)
+    scenario = replace(
+        scenario,
+        tables=tuple(
+            replace(
+                table,
+                admission=None,
+                eviction=None,
+                capacity=None,
+                init=constant if isinstance(table.init, nk.init.Custom) else table.init,
+                default_row=constant if isinstance(table.default_row, nk.init.Custom) else table.default_row,
+            )
+            for table in scenario.tables
+        ),
+    )
+    return run_scenario(scenario, "sequential").difference(run_scenario(rows_there(scenario), schedule, "npu"))
 
 
 def compare_on(device: str, scenario: Scenario, schedule: str) -> str:
@@ -173,10 +202,15 @@ def refusals() -> dict[str, str]:
     return found
 
 
+ROWS_THERE = "npu, rows there"
+"""As a device: the tables' rows lie in its memory, too."""
+
+
 def _steps(device: str, schedule: str, work: Callable[[Any, Any, Any], list[float]]) -> list[float]:
     """What `work(pipeline, model, loader)` gives, on one rank."""
     fake_npu.install()
-    model = ALONE.model(InMemoryWorld(1).communicator(0), None).to(device)
+    scenario = rows_there(ALONE) if device == ROWS_THERE else ALONE
+    model = scenario.model(InMemoryWorld(1).communicator(0), None).to(device.partition(",")[0])
     config = scenario_config(ALONE, schedule, LIMIT_S)
     with NestedPipeline(model, ALONE.dense_optimizer(model), config=config) as pipeline:
         return work(pipeline, model, lambda: iter(ALONE.loader(0, None)))
@@ -214,6 +248,135 @@ def go_on_after_a_bad_batch(device: str, schedule: str) -> list[float]:
         return found + _sums(pipeline, training, 2)
 
     return _steps(device, schedule, work)
+
+
+def go_on_after_full_stores(device: str) -> list[float]:
+    """Outputs of steps around one whose new keys find no memory; then other rows are erased."""
+
+    def work(pipeline: Any, model: Any, loader: Any) -> list[float]:
+        training = loader()
+        found = _sums(pipeline, training, 1)
+        store = model.lookup.store("user")
+        before = _contents(store.store)
+        patches = {
+            "cpu": mock.patch.object(nk.EmbeddingStore, "_retrieve", _raises(StoreFullError("full"))),
+            ROWS_THERE: mock.patch.object(DeviceMemory, "room", _raises(torch.OutOfMemoryError("none left"))),
+        }
+        with patches[device]:
+            said = _said(lambda: pipeline.progress(training), StoreFullError)
+        assert device == "cpu" or "no memory on npu:0 for" in said, said
+        assert _contents(store.store) == before
+        gone = store.keys().sort().values[::2]
+        assert not store.erase(gone).any()
+        return found + _sums(pipeline, training, 3)
+
+    return _steps(device, "sequential", work)
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def _contents(store: Any) -> tuple[Any, ...]:
+    rows: dict[tuple[str, int], bytes] = {}
+    notes: dict[tuple[str, int], tuple[int, int]] = {}
+    read_store(store, rows, notes)
+    return rows, notes, [store.counters(t) for t in range(len(store.tables))], store.last_batch
+
+
+def without_a_pipeline(device: str) -> list[float]:
+    """What a collection alone gives: lookups, two updates, a weight that is written and read, rows of a few keys."""
+    fake_npu.install()
+    tier = nk.DeviceTier("npu", rows_per_slab=32) if device == ROWS_THERE else None
+    tables = [
+        nk.EmbeddingBagConfig(20, 4, "t", feature_names=["f"], tier=tier, init_fn=lambda weight: weight.fill_(0.5)),
+        nk.EmbeddingBagConfig(nk.UNBOUNDED, 4, "u", feature_names=["g"], tier=tier, pooling=nk.PoolingType.MAX),
+    ]
+    one = InMemoryWorld(1).communicator(0)
+    module = nk.EmbeddingBagCollection(tables, optimizer=nk.optim.Adagrad(lr=0.1), process_group=one)
+    assert module.row_stores()[0].device.type == device.partition(",")[0]
+    features = nk.KeyedJaggedTensor(["f", "g"], torch.tensor([3, 1, 3, 7, 9, 7]), lengths=torch.tensor([2, 1, 2, 1]))
+    found = []
+    for step in range(3):
+        out = module(features).values()
+        (out.square().sum() * (1 + step)).backward()
+        found += out.flatten().tolist()
+    module.eval()
+    with torch.no_grad():
+        found += module(features).values().flatten().tolist()
+    weight = module.embedding_bags["t"].weight
+    found += weight.flatten().tolist() + module.store("u").find(torch.tensor([7, 8]))[0].flatten().tolist()
+    other = nk.EmbeddingBagCollection([tables[0]], optimizer=nk.optim.SGD(lr=0.1), process_group=one)
+    other.load_state_dict({"embedding_bags.t.weight": weight * 2})
+    found += other.embedding_bags["t"].weight.flatten().tolist()
+    module.reset_parameters()
+    assert len(module.store("u")) == 0
+    return found + module.embedding_bags["t"].weight.flatten().tolist()
+
+
+def converted(device: str) -> list[float]:
+    """Weights of a table of torch's own, converted and reverted."""
+    fake_npu.install()
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"table": nn.Embedding(9, 4, sparse=False)})
+    settings = {"table": {"tier": nk.DeviceTier("npu", rows_per_slab=32)}} if device == ROWS_THERE else None
+    nk.convert(model, nk.optim.SGD(lr=0.1), settings=settings, process_group=InMemoryWorld(1).communicator(0))
+    ids = torch.tensor([[1, 2], [8, 1]])
+    model["table"](ids).sum().backward()
+    found = model["table"](ids).flatten().tolist()
+    nk.revert(model)
+    return found + model["table"].weight.flatten().tolist()
+
+
+def resharded(saver: str, loader: str) -> list[bytes]:
+    """Rows and metadata of a run of two ranks, saved by them and loaded by one, by table and key."""
+    fake_npu.install()
+    with tempfile.TemporaryDirectory() as path:
+
+        def places(device: str, world_size: int) -> Scenario:
+            scenario = Scenario(world_size=world_size, batches=2, seed=8)
+            return rows_there(scenario) if device == ROWS_THERE else scenario
+
+        def save(rank: int, communicator: Any) -> None:
+            scenario = places(saver, 2)
+            generator = scenario.generator(rank)
+            model = scenario.model(communicator, generator).to(saver.partition(",")[0])
+            config = scenario_config(scenario, "nested", LIMIT_S)
+            with NestedPipeline(model, scenario.dense_optimizer(model), config=config) as pipeline:
+                for _ in pipeline.run(scenario.source(rank, generator)):
+                    pass
+                checkpoint.save(path, model=model, pipeline=pipeline)
+
+        run_ranks_as_threads(2, save)
+        scenario = places(loader, 1)
+        model = scenario.model(InMemoryWorld(1).communicator(0), None)
+        checkpoint.load(path, model=model, optimizer=scenario.dense_optimizer(model))
+        rows, notes, counters, _ = _contents(model.lookup.row_stores()[0])
+        return [repr((key, rows[key], notes[key])).encode() for key in sorted(rows)] + [repr(counters).encode()]
+
+
+def rows_that_are_refused() -> dict[str, str]:
+    """What is said of rows on a device where they cannot be."""
+    fake_npu.install()
+    there, found = rows_there(ALONE), {}
+    one = InMemoryWorld(1).communicator(0)
+    found["cpu"] = _refusal(there.model(one, None), scenario_config(there, "nested"))
+
+    def body(rank: int, communicator: Any) -> str:
+        copies = rows_there(Scenario(world_size=2, sparse_groups=SparseGroups(2)))
+        return _said(lambda: copies.model(communicator, None), ValueError)
+
+    found["copies"] = run_ranks_as_threads(2, body)[0]
+    native = fake_npu.KERNELS[:]
+    use_kernels("npu", None)
+    try:
+        found["kernels"] = _said(lambda: there.model(one, None), RuntimeError)
+    finally:
+        fake_npu.use_kernels(native[0])
+    return found
 
 
 def saved_and_loaded(first: str, second: str) -> list[float]:

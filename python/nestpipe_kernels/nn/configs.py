@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nestpipe_kernels.nn.policies import check_policies
 from nestpipe_kernels.policy import LFU, LRU, TTL, MinFrequency, Probability, Score
-from nestpipe_kernels.store import FileTier
+from nestpipe_kernels.store import DeviceTier, FileTier
+from nestpipe_kernels.store.device_tier import check_device_rules
 from nestpipe_kernels.types import UNBOUNDED, DataType, PoolingType, SparseOptimizer
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "TableConfig", "check_tables", "embedding_names"]
@@ -48,8 +49,9 @@ class TableConfig:
             only). Default: what its row would start from.
         stochastic_rounding: updates round to `data_type` up or down by chance, in proportion, so that small updates are
             not lost; the chance is a function of (seed, table, key, step, element). Not with FP32.
-        tier: a `FileTier`: the table's rows lie in a file, with only those used last in memory, for tables larger than
-            memory. Default: all in memory. Tables with different tiers live in different stores.
+        tier: where rows lie. A `FileTier`: in a file, with only those used last in memory, for tables larger than
+            memory. A `DeviceTier`: in an accelerator's memory. Default: all in host memory. Tables with different tiers
+            live in different stores.
         lr_scale: multiplies the optimizer's learning rate for this table.
         max_grad_norm: clips the gradient of each row, summed over the batch and averaged over the ranks, to this
             Euclidean length before the update. Default: none.
@@ -75,7 +77,7 @@ class TableConfig:
     eviction: LRU | LFU | TTL | Score | None = field(default=None, kw_only=True)
     default_row: Any = field(default=None, kw_only=True)
     stochastic_rounding: bool = field(default=False, kw_only=True)
-    tier: FileTier | None = field(default=None, kw_only=True)
+    tier: FileTier | DeviceTier | None = field(default=None, kw_only=True)
     lr_scale: float = field(default=1.0, kw_only=True)
     max_grad_norm: float | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
@@ -119,8 +121,8 @@ class TableConfig:
             raise ValueError(
                 f"{where}: stochastic_rounding needs data_type FP16 or BF16, got FP32, which the arithmetic is done in"
             )
-        if not isinstance(self.tier, FileTier | None):
-            raise TypeError(f"{where}: tier must be a FileTier or None, got {self.tier!r}")
+        if not isinstance(self.tier, FileTier | DeviceTier | None):
+            raise TypeError(f"{where}: tier must be a FileTier, a DeviceTier or None, got {self.tier!r}")
         if not _is_integer(self.num_embeddings) or (self.num_embeddings < 1 and not self.is_open):
             raise ValueError(
                 f"{where}: num_embeddings must be an integer >= 1 or UNBOUNDED, got {self.num_embeddings!r}"
@@ -131,6 +133,8 @@ class TableConfig:
             self.feature_names = [self.name]
         self._validate_initial_values(where)
         check_policies(self, where)
+        if isinstance(self.tier, DeviceTier):
+            check_device_rules(where, self.embedding_dim, self.admission, self.eviction, self.init, self.default_row)
         if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
             raise ValueError(f"{where}: lr_scale must be finite and >= 0, got {self.lr_scale!r}")
         self._validate_clipping(where)

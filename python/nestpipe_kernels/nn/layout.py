@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nestpipe_kernels.nn.configs import TableConfig, embedding_names
-from nestpipe_kernels.store import FileTier
+from nestpipe_kernels.store import DeviceTier, FileTier
 from nestpipe_kernels.types import DataType, PoolingType, SparseOptimizer
 
 __all__ = ["Layout", "Segment", "StoreGroup", "group_key", "make_layout"]
@@ -38,7 +38,7 @@ class StoreGroup:
     stochastic_rounding: bool
     optimizer: SparseOptimizer | None
     """None where the user's optimizer trains the tables through autograd."""
-    tier: FileTier | None = None
+    tier: FileTier | DeviceTier | None = None
     tables: list[TableConfig] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     """In the collection's (table, feature) order: the order of occurrences in the store's list."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe_kernels.comm import SparseGroups
+from nestpipe_kernels.device import backend_for
 from nestpipe_kernels.nn.configs import TableConfig
 from nestpipe_kernels.nn.layout import Layout, StoreGroup
 from nestpipe_kernels.nn.optimizers import initial_values
@@ -19,7 +20,7 @@ from nestpipe_kernels.nn.policies import rows_within
 from nestpipe_kernels.nn.sharding import all_rows, owned_keys, rank_quota
 from nestpipe_kernels.nn.weights import read_embeddings, write_embeddings
 from nestpipe_kernels.optim import SGD, SparseOptimizerGroup
-from nestpipe_kernels.store import EmbeddingStore, FileTier
+from nestpipe_kernels.store import DeviceTier, DeviceTierStore, EmbeddingStore, FileTier
 from nestpipe_kernels.types import UNBOUNDED, TableSpec
 
 __all__ = ["SparseTables", "TableStore", "initial_weight"]
@@ -60,13 +61,13 @@ def initial_weight(config: TableConfig, seed: int) -> Tensor:
 class TableStore:
     """One table's rows on this rank, by key; `store` itself holds the tables of a group."""
 
-    def __init__(self, store: EmbeddingStore, name: str, before_access: Callable[[], None]) -> None:
+    def __init__(self, store: EmbeddingStore | DeviceTierStore, name: str, before_access: Callable[[], None]) -> None:
         self._store = store
         self._before_access = before_access
         self.name = name
 
     @property
-    def store(self) -> EmbeddingStore:
+    def store(self) -> EmbeddingStore | DeviceTierStore:
         """The store with all its tables; a pipeline that works on it has nothing in flight."""
         self._before_access()
         return self._store
@@ -119,8 +120,9 @@ class SparseTables:
         self._seed = seed
         self._process_group = process_group
         self._configs = {config.name: config for group in layout.stores for config in group.tables}
-        self.stores: list[EmbeddingStore] = []
+        self.stores: list[EmbeddingStore | DeviceTierStore] = []
         for group in layout.stores:
+            _check_copies(group, sparse_groups)
             specs = [
                 TableSpec(
                     name=config.name,
@@ -233,8 +235,30 @@ class SparseTables:
         return config
 
 
-def _make_store(specs: list[TableSpec], group: StoreGroup, tier: FileTier | None) -> EmbeddingStore:
+def _check_copies(group: StoreGroup, sparse_groups: SparseGroups) -> None:
+    if isinstance(group.tier, DeviceTier) and sparse_groups.count > 1:
+        raise ValueError(
+            f"table {group.tables[0].name!r}: rows on a device (DeviceTier) do not work with sparse_groups="
+            f"{sparse_groups.count}; use sparse_groups=1, or leave the tier out"
+        )
+
+
+def _make_store(
+    specs: list[TableSpec], group: StoreGroup, tier: FileTier | DeviceTier | None
+) -> EmbeddingStore | DeviceTierStore:
     assert group.optimizer is not None
+    if isinstance(tier, DeviceTier):
+        return DeviceTierStore(
+            specs,
+            dim=group.dim,
+            optimizer=group.optimizer,
+            device=backend_for(tier.device).device,
+            data_type=group.data_type,
+            stochastic_rounding=group.stochastic_rounding,
+            load=tier.load,
+            rows_per_slab=tier.rows_per_slab,
+            memory_limit=tier.memory_bytes,
+        )
     return EmbeddingStore(
         tables=specs,
         dim=group.dim,

@@ -9,7 +9,7 @@ from torch import nn
 from ..device import CPU, DeviceBackend, backend_for
 from ..types import EmbeddingModule
 
-__all__ = ["check_device_settings", "pipeline_backend"]
+__all__ = ["check_device_settings", "check_rows_places", "pipeline_backend"]
 
 
 def pipeline_backend(device: str | None, dense: Sequence[tuple[str, nn.Parameter]]) -> DeviceBackend:
@@ -34,6 +34,18 @@ def pipeline_backend(device: str | None, dense: Sequence[tuple[str, nn.Parameter
                 "is made, or set PipelineConfig(device=...)"
             )
     return backend
+
+
+def check_rows_places(backend: DeviceBackend, modules: Mapping[str, EmbeddingModule]) -> None:
+    """Raises ValueError where rows lie on another accelerator than the pipeline's, or on one while it has none."""
+    for name, module in modules.items():
+        for store in module.row_stores():
+            if store.device.type != "cpu" and store.device != backend.device:
+                raise ValueError(
+                    f"NestedPipeline: rows of table {store.tables[0].name!r} of module {name!r} lie on {store.device}, "
+                    f"but the pipeline works on {backend.device}; move the dense model with "
+                    f"model.to({str(store.device)!r}), or give the table another tier"
+                )
 
 
 def check_device_settings(backend: DeviceBackend, modules: Mapping[str, EmbeddingModule], owner_pooling: bool) -> None:

@@ -31,7 +31,7 @@ from ..types import EmbeddingModule
 from .agree import agree, exchange_failures, share_dense
 from .counters import StepCallback, StepReports
 from .dense import check_optimizer, dense_parameters, exchanged_at_once
-from .devices import check_device_settings, pipeline_backend
+from .devices import check_device_settings, check_rows_places, pipeline_backend
 from .drawn import DrawnBatches
 from .evaluation import Evaluation
 from .graph import Graph
@@ -113,6 +113,7 @@ class NestedPipeline:
                 )
         dense = dense_parameters(model, dense_optimizer)
         backend = pipeline_backend(config.device, dense)
+        check_rows_places(backend, modules)
         communicator = _shared_communicator(modules).with_timeout(config.timeout_s)
         _warn_if_alone(communicator)
         if backend.has_streams:

@@ -1,7 +1,8 @@
-"""Rows between a store in host memory and a batch's buffer, which may be on an accelerator.
+"""Rows between a store and a batch's buffer, each in host memory or on an accelerator.
 
-There they go in chunks through pinned memory: while the device copies one, the host reads or writes the next. The host
-waits for the device only where it needs rows to write back.
+A store copies by itself where both are in one place. Rows of a store in host memory go to an accelerator in chunks
+through pinned memory: while the device copies one, the host reads or writes the next. The host waits for the device
+only where it needs rows to write back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def gather(
     backend: DeviceBackend,
 ) -> None:
     """Rows of the store into a buffer, at `index` (int64 [n], on the host) or from its first row on."""
-    if buffer.is_cpu:
+    if buffer.is_cpu or store.device == buffer.device:
         store.gather(handles, keys, tables, buffer, index)
         return
     for begin, end in _chunks(len(handles), store.row_floats):
@@ -49,7 +50,7 @@ def gather(
 
 def write_back_rows(store: RowStore, handles: Tensor, buffer: Tensor, backend: DeviceBackend) -> None:
     """Rows of a buffer [n, row_floats] into the store, by handle."""
-    if buffer.is_cpu:
+    if buffer.is_cpu or store.device == buffer.device:
         store.write_back(handles, buffer)
         return
     under_way: deque[tuple[slice, Tensor, Any]] = deque()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .device_store import DeviceStore
+from .device_tier import DeviceTier
+from .device_tier_store import DeviceTierStore
 from .embedding_store import EmbeddingStore, RowMetadata
 from .file_tier import FileTier
 
-__all__ = ["DeviceStore", "EmbeddingStore", "FileTier", "RowMetadata"]
+__all__ = ["DeviceStore", "DeviceTier", "DeviceTierStore", "EmbeddingStore", "FileTier", "RowMetadata"]

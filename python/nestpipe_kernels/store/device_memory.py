@@ -24,6 +24,7 @@ __all__ = ["DeviceMemory", "Room", "StoreState", "table_words"]
 
 SLOTS = 15
 """Of a bucket of the index."""
+BUCKET_BYTES = 16 + SLOTS * 16
 STATE_WORDS = 16
 TABLE_WORDS = 8
 SECTOR_FLOATS = 8
@@ -81,6 +82,7 @@ class DeviceMemory:
         device: where the tensors lie.
         load: keys for each slot of the index at most.
         rows_per_slab: a power of two; None: 32 MB.
+        limit: bytes that index and rows may take; None: as many as there are.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class DeviceMemory:
         device: torch.device,
         load: float,
         rows_per_slab: int | None,
+        limit: int | None = None,
     ) -> None:
         self.device = device
         self.load = load
+        self.limit = limit
         self.words = embedding_words(dim, data_type)
         self.row_floats: int = core().row_floats(self.words, state_floats)
         used = self.words + state_floats + 1
@@ -109,6 +113,8 @@ class DeviceMemory:
         self.tags = self._zeros(1, 4)
         self.entries = self._entries(1)
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
+        self._earlier_addresses: list[Tensor] = []
+        """Kept: other streams may still read them, and what they say stays true."""
         self.free_rows = self._zeros(0)
         self.state = torch.zeros(STATE_WORDS + TABLE_WORDS * self.num_tables, dtype=torch.int64, device=device)
 
@@ -137,22 +143,30 @@ class DeviceMemory:
     def room(self, num_keys: int, num_rows: int) -> Room:
         """Memory for so many keys, and for row numbers below num_rows; nothing of the store changes.
 
-        The index grows by half or more, rows by an eighth of what is there or more.
+        The index grows by half or more, rows by an eighth of what is there or more (less where the limit is near).
 
         Raises:
-            torch.OutOfMemoryError: there is no room on the device.
+            torch.OutOfMemoryError: there is no room on the device, or below the limit.
         """
         room = Room(None, None, [], None, None)
         num_buckets = self.tags.shape[0]
         if num_keys > self.load * num_buckets * SLOTS:
             num_buckets = max(int(num_keys / (self.load * SLOTS)) + 1, num_buckets + num_buckets // 2)
-            room.tags, room.entries = self._zeros(num_buckets, 4), self._entries(num_buckets)
         num_slabs = -(-num_rows // self.rows_per_slab)
-        if num_slabs > len(self.slabs):
-            more = num_slabs - len(self.slabs)
-            floats = self.rows_per_slab * self.stride_bytes // 4
-            for _ in range(max(more, len(self.slabs) // 8)):
-                room.slabs.append(torch.empty(floats, dtype=torch.float32, device=self.device))
+        slab_bytes = self.rows_per_slab * self.stride_bytes
+        more = max(num_slabs - len(self.slabs), 0)
+        if self.limit is not None:
+            left = self.limit - num_buckets * BUCKET_BYTES - len(self.slabs) * slab_bytes
+            if more * slab_bytes > left and (more or num_buckets > self.tags.shape[0]):
+                raise torch.OutOfMemoryError(f"the store's limit is {self.limit} bytes")
+            spare = min(len(self.slabs) // 8, left // slab_bytes)
+        else:
+            spare = len(self.slabs) // 8
+        if num_buckets > self.tags.shape[0]:
+            room.tags, room.entries = self._zeros(num_buckets, 4), self._entries(num_buckets)
+        if more:
+            for _ in range(max(more, spare)):
+                room.slabs.append(torch.empty(slab_bytes // 4, dtype=torch.float32, device=self.device))
             slabs = [*self.slabs, *room.slabs]
             addresses = torch.tensor([slab.data_ptr() for slab in slabs], dtype=torch.int64)
             room.addresses = addresses.to(self.device)
@@ -161,15 +175,22 @@ class DeviceMemory:
         return room
 
     def take(self, room: Room) -> None:
-        """Use memory from `room`; a new index must have been filled on the current stream."""
+        """Use memory from `room`; a new index must have been filled on the current stream.
+
+        Waits where rows have grown: rows may be read and written on other streams meanwhile, which find new addresses
+        without an event.
+        """
         if self.device.type != "cpu":  # the kernels that fill it read the old one, whose memory is free from here on
             stream: Any = torch.get_device_module(self.device).current_stream(self.device)
-            for tensor in (self.tags, self.entries, self.addresses, self.free_rows):
+            for tensor in (self.tags, self.entries, self.free_rows):
                 tensor.record_stream(stream)
+            if room.addresses is not None:
+                stream.synchronize()
         if room.tags is not None and room.entries is not None:
             self.tags, self.entries = room.tags, room.entries
         if room.addresses is not None and room.free_rows is not None:
             self.slabs += room.slabs
+            self._earlier_addresses.append(self.addresses)
             self.addresses, self.free_rows = room.addresses, room.free_rows
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -39,8 +39,9 @@ class DeviceStore(DeviceUndo):
     refused.
 
     Calls run on the current stream of the device and return before it is done; those that say "waits" read a number
-    from the device. Callers order calls on different streams. Memory is torch's: tensors that grow between calls. Where
-    it gives out the error is StoreFullError, raised before anything has changed.
+    from the device. Callers order calls on different streams; rows may be read and written by handle beside calls that
+    insert other rows. Memory is torch's: tensors that grow between calls. Where it gives out the error is
+    StoreFullError, raised before anything has changed.
 
     Handles that were never given out are skipped where rows are read or written by handle, and table numbers out of
     range make keys absent; the next call that waits raises IndexError for them.
@@ -56,6 +57,7 @@ class DeviceStore(DeviceUndo):
         undoable: retrievals can be taken back, which takes a copy of the metadata of each call's rows; rows that batch
             u evicts are free from the retrieval of batch u + 2 on, or after an erasing call, as in `EmbeddingStore`.
         rows_per_slab: rows that are allocated together, a power of two from 32 on; None: 32 MB of them.
+        memory_limit: bytes of index and rows at most; None: as many as there are.
 
     Raises:
         TypeError, ValueError: settings that no store can have, or not this one; the message names table and field.
@@ -75,6 +77,7 @@ class DeviceStore(DeviceUndo):
         load: float = 0.75,
         undoable: bool = False,
         rows_per_slab: int | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
             raise ValueError(f"device store: dim must be an integer in [1, {MAX_DIM}], got {dim!r}")
@@ -102,7 +105,7 @@ class DeviceStore(DeviceUndo):
         state_init = getattr(optimizer, "state_init", None)
         self._memory = DeviceMemory(
             self.tables, dim, data_type, self.state_floats, 0.0 if state_init is None else float(state_init()),
-            self.device, load, rows_per_slab,
+            self.device, load, rows_per_slab, memory_limit,
         )  # fmt: skip
         self.row_floats, self.embedding_words = self._memory.row_floats, self._memory.words
         self.table_hashes = words([core().hash_name(spec.name) for spec in self.tables])
@@ -171,7 +174,7 @@ class DeviceStore(DeviceUndo):
             batch = self._last_batch + 1 if has_policy(spec) else -1
         check_batch(batch)
         if out is None:
-            out = self._allocate("find_or_insert", lambda: self._empty(FLOAT32, keys.numel(), self.dim))
+            out = self.allocate("find_or_insert", lambda: self._empty(FLOAT32, keys.numel(), self.dim))
         self._check("out", "find_or_insert", out, FLOAT32, (keys.numel(), self.dim))
         retrieval = self._retrieve("find_or_insert", keys, tables, None, batch, out, index)
         return out, retrieval.status
@@ -220,7 +223,7 @@ class DeviceStore(DeviceUndo):
         if not 0 <= num_keys <= MAX_ROWS:
             raise ValueError(f"reserve: num_keys must be in [0, {MAX_ROWS}], got {num_keys}")
         num_rows = max(num_keys, state.num_rows)
-        room = self._allocate("reserve", lambda: self._memory.room(max(num_keys, rows), num_rows), num_keys - rows)
+        room = self.allocate("reserve", lambda: self._memory.room(max(num_keys, rows), num_rows), num_keys - rows)
         self._take(room)
 
     def clear(self, table: str | int | None = None) -> None:
@@ -253,6 +256,12 @@ class DeviceStore(DeviceUndo):
         self._table_state()[:, 2:] = counters[:, 2:]
         self.write_back(retrieval.handles, rows)
         self.write_metadata(retrieval.handles, metadata)
+
+    def load_counters(self, table: str | int | None, counters: Mapping[str, int]) -> None:
+        """Replace a table's counters by those of COUNTERS, as loading a checkpoint does."""
+        row = self._table_state()[self._table(table)]
+        for name, word in COUNTERS.items():
+            row[word] = counters[name]
 
     def read_state(self) -> StoreState:
         """What the store counts on its device. Waits.
@@ -318,7 +327,7 @@ class DeviceStore(DeviceUndo):
             search = self._empty(UINT8, self._bytes("store_missing_work_bytes", [size]))
             return self._empty(INT64, size), self._empty(UINT8, size), search, self._faults(keys, counts, only_table)
 
-        handles, status, search, faults = self._allocate(operation, search_memory)
+        handles, status, search, faults = self.allocate(operation, search_memory)
         if batch >= 0:
             self._settle(lambda limbo: limbo.batch <= batch - 2)
         for word, number in faults.items():
@@ -344,7 +353,7 @@ class DeviceStore(DeviceUndo):
             journal = None if loads else self._make_journal(handles, keys, tables, limbo)
             return memory.room(num_keys, num_rows), work, journal
 
-        room, work, journal = self._allocate(operation, insert_memory, state.num_new)
+        room, work, journal = self.allocate(operation, insert_memory, state.num_new)
         self._take(room)
         use = [0 if counts is None else counts.data_ptr(), batch]
         answer = [handles.data_ptr(), status.data_ptr(), 0 if embeddings is None else embeddings.data_ptr()]
@@ -425,7 +434,7 @@ class DeviceStore(DeviceUndo):
             )
         raise RuntimeError(f"{operation}: {lost} keys found no slot in the index: a bug of the store, please report it")
 
-    def _allocate(self, operation: str, make: Callable[[], Allocated], num_new: int | None = None) -> Allocated:
+    def allocate(self, operation: str, make: Callable[[], Allocated], num_new: int | None = None) -> Allocated:
         """What `make` allocates; StoreFullError where the device has no memory for it."""
         try:
             return make()

@@ -67,6 +67,9 @@ class EmbeddingStore(RowTransfer, PooledRows):
         OSError: the tier's directory is not there, or no file can be made in it.
     """
 
+    device = torch.device("cpu")
+    """Where rows lie."""
+
     def __init__(
         self,
         tables: Sequence[TableSpec] | None = None,
