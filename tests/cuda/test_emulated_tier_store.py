@@ -3,6 +3,7 @@ handles, status, counters; retrievals taken back; what gives out; what is refuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ from nestpipe_kernels.store import DeviceTierStore, EmbeddingStore, RowMetadata
 from nestpipe_kernels.types import DataType, TableSpec
 
 Store = DeviceTierStore | EmbeddingStore
+
+
+@pytest.fixture(params=[1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
+def cuda(request: pytest.FixtureRequest, emulated_extension: EmulatedCuda) -> Iterator[EmulatedCuda]:
+    """The extension with an order of threads drawn from a seed; what is below needs no more than one each time."""
+    emulated_extension.schedule(request.param)
+    with emulated_extension.used_for():
+        yield emulated_extension
+    emulated_extension.schedule(1)
 
 
 def tier_store(*tables: TableSpec, dim: int = 4, optimizer: Any = None, **settings: Any) -> DeviceTierStore:

@@ -196,7 +196,7 @@ def test_tables_with_and_without_a_tier_in_one_collection(tmp_path):
 
 
 def test_another_kind_of_tier():
-    with pytest.raises(TypeError, match="table 't': tier must be a FileTier or None, got '/data'"):
+    with pytest.raises(TypeError, match="table 't': tier must be a FileTier, a DeviceTier or None, got '/data'"):
         nk.EmbeddingBagConfig(10, 4, "t", tier="/data")
 
 
