@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from store_programs import EXTREMES, bits, contents, some_pairs, spec
+from store_programs import EXTREMES, RULES, bits, contents, some_pairs, spec
 from torch import Tensor
 
 import nestpipe_kernels as nk
@@ -85,22 +85,45 @@ def test_emulated_cuda_tier_store_takes_back_what_it_retrieved(cuda: EmulatedCud
 def test_emulated_cuda_tier_store_says_what_cannot_be_taken_back(cuda: EmulatedCuda) -> None:
     store, keys, tables = tier_store(), torch.arange(5), torch.zeros(5).int()
     first, second = (store.retrieve(keys + k, tables, None, k) for k in range(2))
-    with pytest.raises(ValueError, match="undo: retrieval 1 has been undone before, or a newer one has not; undo new"):
+    with pytest.raises(ValueError, match="undo: this is not the newest retrieval of the store: undo newer ones first"):
         store.undo(first)
     store.undo(second)
-    with pytest.raises(ValueError, match="undo: retrieval 2 has been undone before"):
+    with pytest.raises(ValueError, match="undo: this retrieval has been undone already"):
         store.undo(second)
     store.erase(keys[:1])
     with pytest.raises(ValueError, match="undo: keys were erased since this retrieval"):
         store.undo(first)
-    plain = store.rows.retrieve(keys, tables, None, 0)
-    with pytest.raises(ValueError, match="undo: nothing was noted of this retrieval; retrieve with undoable=True"):
-        store.rows.undo(plain)
-    evicting = nk.store.DeviceStore(
-        [spec(capacity=3, eviction=policy.LRU())], dim=4, optimizer=SGD(lr=0.1), device="cpu"
-    )
-    with pytest.raises(ValueError, match="retrieve: what a table with an eviction rule does cannot be undone"):
-        evicting.retrieve(keys, tables, None, 0, undoable=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_emulated_cuda_tier_store_brings_evicted_rows_back(cuda: EmulatedCuda, rule: Any) -> None:
+    """A batch and the next one retrieved; both are taken back, or the second alone, and retrieved again."""
+    device, host = both(spec("a", capacity=40, eviction=rule), spec("b", capacity=25), optimizer=Adagrad(lr=0.1))
+    generator = torch.Generator().manual_seed(4)
+    gone = 0
+    for step in range(8):
+        calls = [(*some_pairs(generator, 30, 2, 45), None, step + ahead) for ahead in range(2)]
+        keys = [torch.stack(call[:2]).unique(dim=1) for call in calls]
+        calls = [
+            (pairs[0].contiguous(), pairs[1].int().contiguous(), None, call[3]) for pairs, call in zip(keys, calls)
+        ]
+        found = [[store.retrieve(*call) for call in calls] for store in (device, host)]
+        for ours, theirs in zip(*found):
+            assert torch.equal(ours.handles, theirs.handles) and torch.equal(ours.status, theirs.status)
+            left = device.evicted(ours), host.evicted(theirs)
+            assert torch.equal(left[0][0], left[1][0]) and torch.equal(left[0][1], left[1][1])
+            gone += left[0][0].numel()
+        for store, retrievals in zip((device, host), found):
+            for retrieval in reversed(retrievals[step % 2 :]):
+                store.undo(retrieval)
+        assert everything(device) == everything(host)
+        for store in (device, host):
+            if step % 2 == 0:
+                store.retrieve(*calls[0])
+            handles = store.find_handles(*calls[0][:2])
+            store.write_back(handles, torch.full((len(handles), store.row_floats), float(step)))
+        assert everything(device) == everything(host)
+    assert gone > 0
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16])
@@ -219,9 +242,9 @@ REFUSED = {
         {"admission": policy.MinFrequency(2)},
         r"table 't': admission MinFrequency.* does not work with rows",
     ),
-    "eviction": (
-        {"eviction": policy.LRU(), "capacity": 5},
-        r"table 't': eviction LRU.*; a capacity alone does; or lea",
+    "score": (
+        {"eviction": policy.Score(lambda keys, used, frequency, batch: keys), "capacity": 5},
+        r"table 't': eviction by a function \(policy.Score\) does not work with rows on a device; choose LRU, LFU or",
     ),
     "custom": ({"init": init.Custom(lambda keys, dim, seed: None)}, r"table 't': initial values from a function"),
     "default": ({"default_row": init.Custom(lambda keys, dim, seed: None)}, r"table 't': initial values from a func"),
@@ -235,7 +258,7 @@ def test_cuda_tier_of_a_table_refuses_what_it_cannot_do(what: str) -> None:
     with pytest.raises(ValueError, match=words):
         nk.EmbeddingBagConfig(nk.UNBOUNDED, settings.get("embedding_dim", 4), "t", tier=nk.DeviceTier("cuda"),
                               **{k: v for k, v in settings.items() if k != "embedding_dim"})  # fmt: skip
-    if what == "eviction":
+    if what == "score":
         with pytest.raises(ValueError, match=words):
             tier_store(spec("t", **settings))
 

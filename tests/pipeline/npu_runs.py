@@ -56,7 +56,7 @@ def rows_there(scenario: Scenario, limit: int | None = None) -> Scenario:
 
 
 def compare_rows_there(scenario: Scenario, schedule: str) -> str:
-    """As `compare`, with rows in the device's memory; tables lose the rules that they cannot have there."""
+    """As `compare`, with rows in the device's memory; rules that tables cannot have there become others."""
     fake_npu.install()
     constant = nk.init.Constant(0.25)
     scenario = replace(
@@ -65,8 +65,7 @@ def compare_rows_there(scenario: Scenario, schedule: str) -> str:
             replace(
                 table,
                 admission=None,
-                eviction=None,
-                capacity=None,
+                eviction=nk.policy.LRU() if isinstance(table.eviction, nk.policy.Score) else table.eviction,
                 init=constant if isinstance(table.init, nk.init.Custom) else table.init,
                 default_row=constant if isinstance(table.default_row, nk.init.Custom) else table.default_row,
             )
@@ -248,6 +247,12 @@ def go_on_after_a_bad_batch(device: str, schedule: str) -> list[float]:
         return found + _sums(pipeline, training, 2)
 
     return _steps(device, schedule, work)
+
+
+def bounded_there() -> str:
+    """As `compare_rows_there`, of bounded tables, with evictions."""
+    scenario = bounded("all", "lru_slack", 9, world_size=1, batches=5, weight_loss=True, seed=1)
+    return compare_rows_there(replace(scenario, bad_labels=0.1, nan_policy="skip_row"), "nested+early")
 
 
 def go_on_after_full_stores(device: str) -> list[float]:

@@ -30,6 +30,10 @@ def test_emulated_cuda_rows_equal_sequential_on_the_cpu(world, schedule):
     assert run(world, cases.compare_rows_there, SHORT[schedule], schedule) == ""
 
 
+def test_emulated_cuda_rows_of_bounded_tables(world):
+    assert run(world, cases.bounded_there) == ""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("case", COVER, ids=map(name_of, COVER))
 def test_soak_emulated_cuda_rows_equal_sequential_on_the_cpu(world, case):

@@ -63,11 +63,11 @@ class DeviceTierStore(DeviceTransfer):
             stochastic_rounding=stochastic_rounding, load=load, undoable=True, rows_per_slab=rows_per_slab,
             memory_limit=memory_limit,
         )  # fmt: skip
-        self._evicts = any(spec.eviction is not None for spec in self.tables)
         self.tables, self.device, self.dim, self.data_type = self.rows.tables, self.rows.device, dim, data_type
         self.stochastic_rounding, self.optimizer = stochastic_rounding, optimizer
         self.row_floats, self.embedding_words = self.rows.row_floats, self.rows.embedding_words
         self.table_hashes, self.table_seeds = self.rows.table_hashes, self.rows.table_seeds
+        self._evicts = any(spec.eviction is not None for spec in self.tables)
         self.touched: TouchedRows | None = None
         self._lock = threading.RLock()
         self._state: StoreState | None = None
