@@ -95,13 +95,17 @@ def test_emulated_cuda_tier_store_says_what_cannot_be_taken_back(cuda: EmulatedC
         store.undo(first)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [RULES[0], *(pytest.param(rule, marks=pytest.mark.soak) for rule in RULES[1:])],
+    ids=lambda r: type(r).__name__,
+)
 def test_emulated_cuda_tier_store_brings_evicted_rows_back(cuda: EmulatedCuda, rule: Any) -> None:
     """A batch and the next one retrieved; both are taken back, or the second alone, and retrieved again."""
     device, host = both(spec("a", capacity=40, eviction=rule), spec("b", capacity=25), optimizer=Adagrad(lr=0.1))
     generator = torch.Generator().manual_seed(4)
     gone = 0
-    for step in range(8):
+    for step in range(5):
         calls = [(*some_pairs(generator, 30, 2, 45), None, step + ahead) for ahead in range(2)]
         keys = [torch.stack(call[:2]).unique(dim=1) for call in calls]
         calls = [
