@@ -4,9 +4,9 @@ if(NESTPIPE_CUDA STREQUAL "AUTO")
   check_language(CUDA)
 endif()
 if(NESTPIPE_CUDA STREQUAL "ON" OR (NESTPIPE_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_COMPILER))
-  # Code for each of these; the last one's PTX, too, for what comes after.
+  # Code for each of these, which later minor versions run, too. Without PTX, which would take a wheel beyond 2 MB.
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100-real)
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
@@ -16,6 +16,7 @@ if(NESTPIPE_CUDA STREQUAL "ON" OR (NESTPIPE_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_
   target_compile_features(nestpipe_cuda PUBLIC cuda_std_17)
   set_target_properties(nestpipe_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_EXTENSIONS OFF CUDA_RUNTIME_LIBRARY Static)
   # No contraction to fused multiply-add, as on the CPU: the same bits.
-  target_compile_options(nestpipe_cuda PRIVATE -fmad=false -compress-mode=size -Xcompiler=-Wall,-Wextra)
+  target_compile_options(nestpipe_cuda PRIVATE -fmad=false -compress-mode=size -Xcompiler=-Wall,-Wextra,-Os,-ffunction-sections)
+  string(JOIN " " NESTPIPE_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
   target_link_libraries(nestpipe_cuda PUBLIC CUDA::cudart_static)
 endif()

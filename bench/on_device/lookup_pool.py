@@ -1,4 +1,4 @@
-"""Case `lookup_pool`: rows of bags of uniform keys out of a 20 GB table, summed; ours, nn.EmbeddingBag's and FBGEMM's."""
+"""Case `lookup_pool`: rows of bags of uniform keys out of a 20 GB table, summed; ours, torch's, FBGEMM's."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_emulated_cuda_script_for_a_gpu(emulated_library: Path, tmp_path: Path) 
     done = run_script(emulated_library, tmp_path, TESTS="tests/device/test_cuda_device.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all parts passed" in done.stdout
-    assert "6 passed" in (tmp_path / "tests.txt").read_text()
+    assert "11 passed" in (tmp_path / "tests.txt").read_text()
     assert "stand-in" in (tmp_path / "machine.txt").read_text()
     lines = [json.loads(line) for line in (tmp_path / "benches.jsonl").read_text().splitlines()]
     assert {line["case"] for line in lines} == set(DEVICE_CASES)

@@ -25,7 +25,7 @@ def some_cuda(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    module = None if driver is None else SimpleNamespace(driver=lambda: driver)
+    module = None if driver is None else SimpleNamespace(driver=lambda: driver, architectures="80-real 90-real 100a")
     monkeypatch.setattr(_native, "cuda", lambda: module)
 
 
@@ -60,12 +60,20 @@ def test_cuda_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("cuda:1") == "device 'cuda:1' is not here: torch sees 1 CUDA devices; use one of them, or 'cpu'"
 
 
-def test_cuda_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_cuda(monkeypatch, capability=(7, 5))
+@pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
+def test_cuda_device_that_the_kernels_are_not_for(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    some_cuda(monkeypatch, capability=capability)
     assert refusal("cuda") == (
-        "device 'cuda:0' (Some GPU) has compute capability 7.5, and the CUDA kernels are for 8.0 and later; use a "
-        "newer device, or 'cpu'"
+        f"device 'cuda:0' (Some GPU) has compute capability {capability[0]}.{capability[1]}, and the CUDA kernels of "
+        "this installation are for 8.0, 9.0, 10.0 and later minor versions; build from source with "
+        "CMAKE_CUDA_ARCHITECTURES for it, or use another device"
     )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 3)])
+def test_cuda_device_that_the_kernels_are_for(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    some_cuda(monkeypatch, capability=capability)
+    assert backend_for("cuda").kind == "cuda"
 
 
 def test_cuda_device_with_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

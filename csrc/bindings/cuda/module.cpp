@@ -2,10 +2,16 @@
 #include "bindings.h"
 #include "nestpipe/abi.h"
 
+#if !defined(NESTPIPE_CUDA_ARCHITECTURES)
+#define NESTPIPE_CUDA_ARCHITECTURES ""
+#endif
+
 PYBIND11_MODULE(_cuda, module) {
   using namespace nestpipe;
   module.doc() = "CUDA kernels of nestpipe_kernels: addresses, sizes and a stream, no torch.";
   module.attr("abi_version") = kAbiVersion;
+  // As CMake has them: "80-real 90-real", say.
+  module.attr("architectures") = NESTPIPE_CUDA_ARCHITECTURES;
   // (devices, version of CUDA that the driver supports, version this was built with, what is
   // wrong or ""); nothing here fails where there is no GPU
   module.def("driver", [] {

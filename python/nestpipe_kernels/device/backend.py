@@ -33,9 +33,6 @@ __all__ = [
     "put_on",
 ]
 
-OLDEST_CAPABILITY = (8, 0)
-"""Of a CUDA device: what the extension's oldest code is for (CMake's CMAKE_CUDA_ARCHITECTURES)."""
-
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Host memory, contents undefined, that an accelerator copies from and to without the host waiting."""
@@ -246,14 +243,7 @@ def _cuda_backend(device: str, index: int | None) -> DeviceBackend:
     index = torch.cuda.current_device() if index is None else index
     if index >= count:
         raise RuntimeError(f"device {device!r} is not here: torch sees {count} CUDA devices; use one of them, or 'cpu'")
-    capability = torch.cuda.get_device_capability(index)
-    if capability < OLDEST_CAPABILITY:
-        raise RuntimeError(
-            f"device 'cuda:{index}' ({torch.cuda.get_device_name(index)}) has compute capability "
-            f"{_dotted(capability)}, and the CUDA kernels are for {_dotted(OLDEST_CAPABILITY)} and later; use a newer "
-            "device, or 'cpu'"
-        )
-    _check_cuda_kernels(device)
+    _check_cuda_kernels(device, index)
     return StreamBackend("cuda", torch.cuda, index, "nccl")
 
 
@@ -265,8 +255,8 @@ def _why_no_cuda() -> str:
     return f"torch sees no CUDA device ({problem + '; ' if problem else ''}{built})"
 
 
-def _check_cuda_kernels(device: str) -> None:
-    """Say once that there are none; raise where the driver cannot run them although torch's own CUDA works."""
+def _check_cuda_kernels(device: str, index: int) -> None:
+    """Say that there are none; raise where the driver or the device cannot run them although torch's own CUDA works."""
     module = _native.cuda()
     if module is None:
         warnings.warn(
@@ -281,6 +271,15 @@ def _check_cuda_kernels(device: str) -> None:
             f"device {device!r}: the CUDA kernels of nestpipe_kernels cannot run here: {problem} (they are built with "
             f"CUDA {_version(built)}, the driver supports up to {_version(supported)}); update the driver, install a "
             "wheel for an older CUDA, or use device 'cpu'"
+        )
+    capability = torch.cuda.get_device_capability(index)
+    built_for = [int(name.partition("-")[0].rstrip("af")) for name in module.architectures.split()]
+    if not any(number // 10 == capability[0] and number % 10 <= capability[1] for number in built_for):
+        raise RuntimeError(
+            f"device 'cuda:{index}' ({torch.cuda.get_device_name(index)}) has compute capability "
+            f"{_dotted(capability)}, and the CUDA kernels of this installation are for "
+            f"{', '.join(_dotted(divmod(number, 10)) for number in built_for)} and later minor versions; build from "
+            "source with CMAKE_CUDA_ARCHITECTURES for it, or use another device"
         )
 
 
