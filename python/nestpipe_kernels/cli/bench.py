@@ -30,7 +30,10 @@ KERNEL_CASES = {
 MEASURED_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 """Update rules that a peer has, too."""
 
-DEVICE_CASES = ("copy", "dedup", "row_sync", "row_update", "row_gradients", "device_store", "host_rows", "nested")
+DEVICE_CASES = (
+    "copy", "dedup", "row_sync", "row_update", "row_gradients", "lookup_pool", "device_store", "train_step",
+    "host_rows", "nested",
+)  # fmt: skip
 """Modules of nestpipe_kernels.bench.on_device."""
 
 CLUSTER_SETS = (

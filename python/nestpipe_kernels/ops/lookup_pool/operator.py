@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...types import PoolingType
+from .. import _registry as registry
 from .. import _row_checks as checks
-from . import pool_backward, pool_forward, pool_weight_grad
+from . import ON_ACCELERATORS, pool_backward, pool_forward, pool_weight_grad
 from .arguments import OPERATION
 from .bags import Bags
 
@@ -43,8 +44,8 @@ def lookup_pool(
         float32 [bags, D], with the bits of `pool_forward`; gradients with those of `pool_backward`.
 
     Raises:
-        TypeError, ValueError, IndexError: as `pool_forward`. On a CUDA device slots and offsets are not read by the
-            host: wrong ones end the process's use of the device, as torch's own lookups do.
+        TypeError, ValueError, IndexError: as `pool_forward`. With Triton's kernels slots and offsets are not read by
+            the host: wrong ones end the process's use of the device, as torch's own lookups do.
     """
     pooled: Tensor = torch.ops.nestpipe.lookup_pool(rows, slots, offsets, weights, mode.code)
     return pooled
@@ -59,10 +60,10 @@ def _forward(rows: Tensor, slots: Tensor, offsets: Tensor, weights: Tensor | Non
     _check_places(rows, slots, offsets, weights)
     out = torch.empty(offsets.numel() - 1, rows.shape[1], dtype=torch.float32, device=rows.device)
     rows = checks.contiguous_rows(rows)
-    if rows.is_cpu:
-        pool_forward(rows, slots, offsets, [0, len(out)], [mode], [out], weights)
-    else:
+    if _by_triton(rows):
         _triton().pool_forward(rows, _bags(slots, offsets, weights, mode, rows.shape[0]), [out])
+    else:
+        pool_forward(rows, *_on_host(slots, offsets), [0, len(out)], [mode], [out], *_on_host(weights))
     return out
 
 
@@ -81,10 +82,11 @@ def _row_grad(
 ) -> Tensor:  # fmt: skip
     total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
     rows = checks.contiguous_rows(rows)
-    if rows.is_cpu:
-        pool_backward([grad], rows, slots, offsets, [0, len(grad)], [mode], weights, total)
-    else:
+    if _by_triton(rows):
         _triton().pool_backward([grad], rows, _bags(slots, offsets, weights, mode, rows.shape[0]), total)
+    else:
+        bags = (*_on_host(slots, offsets), [0, len(grad)], [mode], *_on_host(weights))
+        pool_backward([grad], rows, *bags, total)
     return total.to(rows.dtype)
 
 
@@ -100,8 +102,8 @@ def _(grad: Tensor, rows: Tensor, slots: Tensor, offsets: Tensor, weights: Tenso
 )
 def _weight_grad(grad: Tensor, rows: Tensor, slots: Tensor, offsets: Tensor, mode: int) -> Tensor:
     rows = checks.contiguous_rows(rows)
-    if rows.is_cpu:
-        return pool_weight_grad([grad], rows, slots, offsets, [0, len(grad)], [mode])
+    if not _by_triton(rows):
+        return pool_weight_grad([grad], rows, *_on_host(slots, offsets), [0, len(grad)], [mode])
     found: Tensor = _triton().pool_weight_grad([grad], rows, _bags(slots, offsets, None, mode, rows.shape[0]))
     return found
 
@@ -142,12 +144,25 @@ def _bags(slots: Tensor, offsets: Tensor, weights: Tensor | None, mode: int, num
         raise ValueError(
             f"{OPERATION}: per-sample weights need pooling sum or none, got {MODES[mode].value.lower()} for segment 0"
         )
-    good = ((slots >= -1) & (slots < num_rows)).all() & (offsets.diff() >= 0).all()
+    good = (offsets.diff() >= 0).all()
+    if slots.numel():
+        lowest, highest = torch.aminmax(slots)  # one pass over them
+        good = good & (lowest >= -1) & (highest < num_rows)
     torch._assert_async(
         good & (offsets[0] == 0) & (offsets[-1] == slots.numel()),
         f"{OPERATION}: slots must lie in [-1, {num_rows}), offsets must ascend from 0 to {slots.numel()}",
     )
     return Bags(slots.contiguous(), offsets.contiguous(), (0, offsets.numel() - 1), (mode,), weights)
+
+
+def _by_triton(rows: Tensor) -> bool:
+    """Whether Triton's kernels serve the rows' device; they alone take bags that lie there."""
+    return registry.chosen(OPERATION, rows.device, None, ON_ACCELERATORS) == "triton"
+
+
+def _on_host(*tensors: Tensor | None) -> list[Any]:
+    """What describes bags, for the other implementations; from an accelerator it is waited for."""
+    return [None if tensor is None else tensor.cpu() for tensor in tensors]
 
 
 def _triton() -> Any:
