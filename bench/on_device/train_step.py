@@ -56,12 +56,12 @@ class _Ours:
 
 
 class _Torch:
-    """nn.EmbeddingBag with sparse gradients and torch's Adagrad."""
-
-    name = "torch.nn.EmbeddingBag sparse + Adagrad"
+    """nn.EmbeddingBag with sparse gradients, where the device has such, and torch's Adagrad."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._bag = nn.EmbeddingBag(*rows.shape, mode="sum", sparse=True, _weight=rows)
+        sparse = rows.is_cuda
+        self.name = f"torch.nn.EmbeddingBag{' sparse' if sparse else ''} + Adagrad"
+        self._bag = nn.EmbeddingBag(*rows.shape, mode="sum", sparse=sparse, _weight=rows)
         self._optimizer = torch.optim.Adagrad(self._bag.parameters(), lr=RATE)
 
     def step(self, ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:

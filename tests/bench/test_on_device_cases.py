@@ -23,7 +23,7 @@ LINES = {
     "device_store": {"nestpipe", "torch.index_select of known rows"},
     "host_rows": {"nestpipe", "torch copy_ of rows in order"},
     "lookup_pool": {"nestpipe", "torch.nn.functional.embedding_bag"},
-    "train_step": {"nestpipe", "torch.nn.EmbeddingBag sparse + Adagrad"},
+    "train_step": {"nestpipe", "torch.nn.EmbeddingBag + Adagrad"},
     "nested": {"sequential", "dbp", "nested", "nested, lookups alike"},
 }
 """Case -> what is measured in each of its shapes."""
