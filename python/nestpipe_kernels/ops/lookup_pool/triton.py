@@ -2,9 +2,9 @@
 are the reference's. Nothing waits for the device, and no sum depends on what runs when (no atomics).
 
 forward   A warp has one bag, or a few where rows are short, and reads 8 rows of each at a time. A bag of more than
-          1,024 occurrences has a warp for every 32 columns, which reads 32 rows at a time: additions of one column have
-          to wait for each other, so a bag of 100,000 takes at least 100,000 of them (4 cycles each) and 3,125 trips
-          to memory. Floor: n * D * size + bags * D * 4 bytes, and 4 or 8 bytes of slot an occurrence.
+          1,024 occurrences has a warp for every 32 columns, which asks for 32 rows before it adds them: additions of
+          one column have to wait for each other, so a bag of 100,000 takes at least 100,000 of them (4 cycles each) and
+          3,125 trips to memory. Floor: n * D * size + bags * D * 4 bytes, and 4 or 8 bytes of slot an occurrence.
 backward  Occurrences are sorted by row (torch.sort, stable: the order of the rules). A warp sums a row; rows of more
           than 1,024 occurrences are first summed in their blocks of 1,024, all blocks in parallel, then their blocks.
           Floor: n * D * 4 bytes of gradients, where bags' gradients do not stay in the cache, and U * D * 8.
@@ -164,7 +164,7 @@ class _Sums:
                 nothing if self.positions is None else self.positions,
                 nothing if self.bags is None else self.bags,
                 nothing if self.winners is None else self.winners,
-                begins, ends, nothing if targets is None else targets, out, len(begins),
+                begins, ends, nothing if targets is None else targets, out, len(begins), 0,
                 WEIGHTED=self.weighted, DIVIDED=self.divided, WON=self.winners is not None, LISTED=targets is not None,
                 ADDED=added, LONGEST=longest, DIM=self.dim, WIDTH=self.width, SUMS=tile, COLUMNS=columns, UNROLL=UNROLL,
                 **LAUNCH,
@@ -216,7 +216,7 @@ def _forward(
             kernels.lookup_pool_fwd_kernel[(-(-number // tile), -(-dim // columns))](
                 rows, rows.stride(0) // row_width, there.slots, there.offsets,
                 rows if there.weights is None else there.weights, base, place_of_bag,
-                rows if winners is None else winners, rows if listed is None else listed, first, number,
+                rows if winners is None else winners, rows if listed is None else listed, first, number, 0,
                 MODE=mode, WEIGHTED=there.weights is not None, WINNERS=winners is not None, LISTED=listed is not None,
                 LONGEST=LONG_BAG if has_long and listed is None else 0, DIM=dim, ROW_WIDTH=row_width, OUT_WIDTH=width,
                 BAGS=tile, COLUMNS=columns, UNROLL=unroll, **LAUNCH,

@@ -27,7 +27,7 @@ def row_pointers(base, places, columns, WIDTH: tl.constexpr):
     return (base + places * WIDTH)[:, None] + columns[None, :]
 
 
-@triton.jit(do_not_specialize=["row_units", "first_bag", "num_bags"])
+@triton.jit(do_not_specialize=["row_units", "first_bag", "num_bags", "zero"])
 def lookup_pool_fwd_kernel(
     rows,  # float32, bfloat16 or float16 [U, DIM]
     row_units,  # stride of rows in units of ROW_WIDTH elements
@@ -40,6 +40,7 @@ def lookup_pool_fwd_kernel(
     bags,  # int64 [num_bags]: which bags, if LISTED
     first_bag,
     num_bags,
+    zero,  # 0, which the compiler must not know
     MODE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     WINNERS: tl.constexpr,
@@ -75,10 +76,18 @@ def lookup_pool_fwd_kernel(
         for step in tl.static_range(UNROLL):
             pointers = row_pointers(rows, found[step] * row_units.to(tl.int64), columns, ROW_WIDTH)
             read += (tl.load(pointers, mask=(found[step] >= 0)[:, None] & is_column[None, :], other=0.0),)
+        if LISTED:
+            # Left alone, ptxas adds the first rows before it asks for the last. So the first row depends on all.
+            tie = read[0].to(tl.float32).to(tl.int32, bitcast=True)
+            for step in tl.static_range(1, UNROLL):
+                tie |= read[step].to(tl.float32).to(tl.int32, bitcast=True)
+            tie &= zero
         for step in tl.static_range(UNROLL):
             valid = found[step] >= 0
             taken = valid[:, None]
             row = read[step].to(tl.float32)
+            if LISTED and step == 0:
+                row = (row.to(tl.int32, bitcast=True) ^ tie).to(tl.float32, bitcast=True)
             if WEIGHTED:
                 row = tl.load(weights + begin + start + step, mask=valid, other=0.0)[:, None] * row
             if MODE == MAX:
@@ -101,7 +110,7 @@ def lookup_pool_fwd_kernel(
         tl.store(row_pointers(outs, place, columns, OUT_WIDTH), pooled, mask=written)
 
 
-@triton.jit(do_not_specialize=["num_sums"])
+@triton.jit(do_not_specialize=["num_sums", "zero"])
 def lookup_pool_bwd_kernel(
     grads,  # float32: where the first summand's matrix begins
     places,  # int64 [n]: where the float32 [DIM] that a summand is, or comes from, lies behind it; NOWHERE: it is zero
@@ -114,6 +123,7 @@ def lookup_pool_bwd_kernel(
     targets,  # int64 [num_sums]: row of `out`, if LISTED; -1: none
     out,  # float32 [., DIM] contiguous
     num_sums,
+    zero,  # as above
     WEIGHTED: tl.constexpr,
     DIVIDED: tl.constexpr,
     WON: tl.constexpr,
@@ -150,10 +160,17 @@ def lookup_pool_bwd_kernel(
         for step in tl.static_range(UNROLL):
             mask = (found[step] != NOWHERE)[:, None] & is_column[None, :]
             read += (tl.load(row_pointers(grads, found[step], columns, WIDTH), mask=mask, other=0.0),)
+        if LONGEST == 0:
+            tie = read[0].to(tl.int32, bitcast=True)
+            for step in tl.static_range(1, UNROLL):
+                tie |= read[step].to(tl.int32, bitcast=True)
+            tie &= zero
         for step in tl.static_range(UNROLL):
             at = begin + start + step
             there = start + step < length
             summand = read[step]
+            if LONGEST == 0 and step == 0:
+                summand = (summand.to(tl.int32, bitcast=True) ^ tie).to(tl.float32, bitcast=True)
             if WEIGHTED:
                 scaled = tl.load(factors + at, mask=there, other=0.0)[:, None] * summand
                 summand = tl.where((found[step] != NOWHERE)[:, None], scaled, 0.0)
