@@ -96,7 +96,17 @@ cuda: build
 
 triton: build
 	TRITON_INTERPRET=0 $(BIN)/python tests/triton/compile_kernels.py
-	$(if $(TRITON_FILES),$(BIN)/python tests/triton/sass.py $(TRITON_FILES))
+
+DIST ?= dist
+WHEEL_PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python3),python3.10 python3.11 python3.12 python3.13)
+wheels:
+	bash cmake/make_wheels.sh $(DIST) $(WHEEL_PYTHONS)
+
+TRY_TORCH ?= 2.11.0 2.13.0 2.14.0 2.15.0
+TRY_PYTHON ?= $(PYTHON)
+TRY_WHEEL ?= $(firstword $(wildcard $(DIST)/nestpipe_kernels-*-$(shell $(TRY_PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl))
+try-wheel:
+	bash cmake/try_wheel.sh $(TRY_WHEEL) $(TRY_PYTHON) $(TRY_TORCH)
 
 clean:
 	rm -rf $(VENV) build $(OUT) $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
