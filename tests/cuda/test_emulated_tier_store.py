@@ -168,6 +168,11 @@ def test_emulated_cuda_tier_store_exports_and_loads_as_the_host_store_does(cuda:
     for store in (device, host):
         store.reserve_keys("b", 300)
         store.find_or_insert(keys, "b", batch=2)
+    device.reserve_keys("a", 100)
+    memory = device.memory()
+    for store in (device, host):
+        store.find_or_insert(keys[:100], "a")
+    assert device.memory() == memory
     assert torch.equal(device.shard_sizes("b"), host.shard_sizes("b"))
     ours, theirs = device.export_shards("b", 3, 200, 300), host.export_shards("b", 3, 200, 300)
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])

@@ -27,6 +27,7 @@ from nestpipe_kernels.device.backend import DeviceEvent
 from nestpipe_kernels.errors import CommunicationError, NonFiniteGradientError, StoreFullError
 from nestpipe_kernels.pipeline.train_pipeline import NestedPipeline
 from nestpipe_kernels.stages import host_rows
+from nestpipe_kernels.store import DeviceTierStore, RowMetadata
 from nestpipe_kernels.store.device_memory import DeviceMemory
 from nestpipe_kernels.testing.explorer import Outcome, read_store
 from nestpipe_kernels.testing.scenario import Scenario
@@ -36,6 +37,7 @@ from nestpipe_kernels.testing.threads import (
     run_scenario,
     scenario_config,
 )
+from nestpipe_kernels.types import TableSpec
 
 LIMIT_S = 60.0
 ALONE = Scenario(world_size=1, batches=8, uneven=False, noise=False)
@@ -205,14 +207,16 @@ ROWS_THERE = "npu, rows there"
 """As a device: the tables' rows lie in its memory, too."""
 
 
-def _steps(device: str, schedule: str, work: Callable[[Any, Any, Any], list[float]]) -> list[float]:
-    """What `work(pipeline, model, loader)` gives, on one rank."""
+def _steps(device: str, schedule: str, work: Callable[[Any, Any, Any], list[float]]) -> list[Any]:
+    """What `work(pipeline, model, loader)` gives, on one rank, and then all rows, their metadata and counters."""
     fake_npu.install()
     scenario = rows_there(ALONE) if device == ROWS_THERE else ALONE
     model = scenario.model(InMemoryWorld(1).communicator(0), None).to(device.partition(",")[0])
     config = scenario_config(ALONE, schedule, LIMIT_S)
     with NestedPipeline(model, ALONE.dense_optimizer(model), config=config) as pipeline:
-        return work(pipeline, model, lambda: iter(ALONE.loader(0, None)))
+        found = work(pipeline, model, lambda: iter(ALONE.loader(0, None)))
+        pipeline.settle()
+        return [*found, *(repr(_contents(binding.store)) for binding in pipeline.rank.bindings)]
 
 
 def _sums(pipeline: Any, iterator: Any, count: int) -> list[float]:
@@ -289,7 +293,60 @@ def _contents(store: Any) -> tuple[Any, ...]:
     rows: dict[tuple[str, int], bytes] = {}
     notes: dict[tuple[str, int], tuple[int, int]] = {}
     read_store(store, rows, notes)
-    return rows, notes, [store.counters(t) for t in range(len(store.tables))], store.last_batch
+    return (
+        sorted(rows.items()),
+        sorted(notes.items()),
+        [store.counters(t) for t in range(len(store.tables))],
+        store.last_batch,
+    )
+
+
+def calls_on_streams_of_their_own() -> bool:
+    """Whether calls that change keys or read rows are done when they return, whatever the stream of the next one; and
+    rows may be written beside a call that makes the list of slabs longer."""
+    fake_npu.install()
+    optimizer, specs = nk.optim.Adagrad(lr=0.1), [TableSpec("t", nk.UNBOUNDED, nk.init.Uniform(-1, 1), 3)]
+    host = nk.EmbeddingStore(specs, dim=4, optimizer=optimizer)
+    there = DeviceTierStore(specs, dim=4, optimizer=optimizer, device="npu", rows_per_slab=32)
+    keys, tables = torch.arange(40), torch.zeros(40, dtype=torch.int32)
+    many, of_many, rows = torch.arange(90), torch.zeros(90, dtype=torch.int32), torch.rand(40, host.row_floats)
+    used = RowMetadata(torch.arange(40) + 2, torch.arange(40))
+    calls: list[Callable[[Any], Any]] = [
+        lambda store: store.retrieve(keys, tables, None, 0).handles.tolist(),
+        lambda store: store.write_back(keys, rows),
+        lambda store: store.undo(store.retrieve(many, of_many, None, 1)),
+        lambda store: store.write_embeddings(keys[:9], rows[:9, :4].contiguous()),
+        lambda store: store.write_metadata(keys, used),
+        lambda store: store.erase(keys[5:9]).tolist(),
+        lambda store: store.load_rows(keys, tables, rows, used),
+        lambda store: store.load_counters("t", {**store.counters("t"), "refused": 5}),
+        lambda store: store.clear("t"),
+        lambda store: store.find_or_insert(keys)[0].tolist(),
+    ]
+    for call in calls:
+        said = []
+        for store in (there, host):
+            with fake_npu.stream(fake_npu.new_stream()):
+                said.append(call(store))
+            with fake_npu.stream(fake_npu.new_stream()):
+                said.append(_contents(store))
+        if said[:2] != said[2:]:
+            return False
+    other, grows = fake_npu.new_stream(), fake_npu.new_stream()
+    moved = rows.to("npu")
+    fake_npu.synchronize()
+    with fake_npu.stream(other):
+        there.rows.write_back(keys.to("npu"), moved)  # late: it reads the list of slabs as it was
+    with fake_npu.stream(grows), there._changes():
+        there.rows.retrieve((many + 100).to("npu"), of_many.to("npu"), None, 3)
+    with fake_npu.stream(fake_npu.new_stream()):
+        there.rows.write_back(keys.to("npu"), moved)  # before what retrieves has run
+        fake_npu.current_stream().synchronize()
+    grows.synchronize()
+    fake_npu.synchronize()  # older streams first: memory that was given up is rubbish before `other` runs
+    host.retrieve(many + 100, of_many, None, 3)
+    host.write_back(keys, rows)
+    return _contents(there) == _contents(host)
 
 
 def without_a_pipeline(device: str) -> list[float]:
@@ -359,8 +416,7 @@ def resharded(saver: str, loader: str) -> list[bytes]:
         scenario = places(loader, 1)
         model = scenario.model(InMemoryWorld(1).communicator(0), None)
         checkpoint.load(path, model=model, optimizer=scenario.dense_optimizer(model))
-        rows, notes, counters, _ = _contents(model.lookup.row_stores()[0])
-        return [repr((key, rows[key], notes[key])).encode() for key in sorted(rows)] + [repr(counters).encode()]
+        return [repr(part).encode() for part in _contents(model.lookup.row_stores()[0])]
 
 
 def rows_that_are_refused() -> dict[str, str]:

@@ -50,6 +50,10 @@ def test_emulated_cuda_rows_of_retrieval_that_is_undone_and_repeated(world, work
     assert len(set(expected)) == len(expected) > 3
 
 
+def test_emulated_cuda_rows_calls_are_done_when_they_return(world):
+    assert run(world, cases.calls_on_streams_of_their_own)
+
+
 def test_emulated_cuda_rows_out_of_memory_are_a_typed_error_and_training_goes_on(world):
     expected = run(world, cases.go_on_after_full_stores, "cpu")
     assert run(world, cases.go_on_after_full_stores, cases.ROWS_THERE) == expected
