@@ -105,7 +105,7 @@ def test_emulated_cuda_tier_store_brings_evicted_rows_back(cuda: EmulatedCuda, r
     device, host = both(spec("a", capacity=40, eviction=rule), spec("b", capacity=25), optimizer=Adagrad(lr=0.1))
     generator = torch.Generator().manual_seed(4)
     gone = 0
-    for step in range(5):
+    for step in range(4):
         calls = [(*some_pairs(generator, 30, 2, 45), None, step + ahead) for ahead in range(2)]
         keys = [torch.stack(call[:2]).unique(dim=1) for call in calls]
         calls = [
@@ -130,7 +130,7 @@ def test_emulated_cuda_tier_store_brings_evicted_rows_back(cuda: EmulatedCuda, r
     assert gone > 0
 
 
-@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16])
+@pytest.mark.parametrize("data_type", [pytest.param(DataType.FP32, marks=pytest.mark.soak), DataType.BF16])
 def test_emulated_cuda_tier_store_serves_a_table_by_itself(cuda: EmulatedCuda, data_type: DataType) -> None:
     device, host = both(spec("a"), spec("b", start=init.Zeros()), dim=3, optimizer=Adagrad(lr=0.5), data_type=data_type)
     keys = torch.tensor(EXTREMES)
