@@ -1,4 +1,4 @@
-"""Every kernel once, or a few times, on small inputs with edges: what compute-sanitizer is to watch.
+"""Every native kernel once, or a few times, on small inputs with edges: what compute-sanitizer is to watch.
 
 python -m nestpipe_kernels.bench.on_device.small_calls --device cuda
 """
@@ -11,6 +11,7 @@ import torch
 
 from nestpipe_kernels import optim, policy
 from nestpipe_kernels.device import backend_for
+from nestpipe_kernels.ops._kernels import kernels_of
 from nestpipe_kernels.ops.bucketize import bucketize
 from nestpipe_kernels.ops.dedup import dedup
 from nestpipe_kernels.ops.finite_rows import all_finite, finite_rows
@@ -105,7 +106,7 @@ def _update(device: torch.device, size: int, dim: int, chance: torch.Generator) 
             length = embedding_words(dim, kind) + optimizer.state_floats(dim) + 1
             rows = torch.zeros(size, (length + 15) // 16 * 16, device=device)
             grads = torch.randn(size, dim, generator=chance).to(device)
-            row_update(rows, grads, optimizer, 1, 0.1, None, RowStorage(kind))
+            row_update(rows, grads, optimizer, 1, 0.1, None, RowStorage(kind), implementation=_native(rows))
             if kind is not DataType.FP32:
                 one = torch.ones(1, dtype=torch.int64)
                 at_random = RowStorage(kind, torch.arange(size), torch.zeros(size, dtype=torch.int32), one, one)
@@ -117,11 +118,17 @@ def _pool(rows: torch.Tensor, slots: torch.Tensor, chance: torch.Generator) -> N
     ends = torch.randint(size + 1, (5,), generator=chance).sort().values
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends, torch.tensor([size])])
     bags = len(offsets) - 1
-    pool_weight_grad([torch.ones(bags, rows.shape[1], device=rows.device)], rows, slots, offsets, (0, bags), (0,))
+    ones, chosen = torch.ones(bags, rows.shape[1], device=rows.device), _native(rows)
+    pool_weight_grad([ones], rows, slots, offsets, (0, bags), (0,), implementation=chosen)
     for mode in range(3):
-        out = torch.zeros(bags, rows.shape[1], device=rows.device)
-        pool_forward(rows, slots, offsets, (0, bags), (mode,), [out])
-        pool_backward([out], rows, slots, offsets, (0, bags), (mode,), None, torch.zeros_like(rows))
+        out, sums = torch.zeros_like(ones), torch.zeros_like(rows)
+        pool_forward(rows, slots, offsets, (0, bags), (mode,), [out], implementation=chosen)
+        pool_backward([out], rows, slots, offsets, (0, bags), (mode,), None, sums, implementation=chosen)
+
+
+def _native(rows: torch.Tensor) -> str | None:
+    """Native kernels where there are some; else Triton's come first, and compile for longer than all calls take."""
+    return None if kernels_of(rows) is None else "native"
 
 
 if __name__ == "__main__":
