@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_emulated_cuda_script_for_a_gpu(emulated_library: Path, tmp_path: Path) 
     assert "stand-in" in (tmp_path / "machine.txt").read_text()
     lines = [json.loads(line) for line in (tmp_path / "benches.jsonl").read_text().splitlines()]
     assert {line["case"] for line in lines} == set(DEVICE_CASES)
+
+
+def test_markers_are_known_without_plugins() -> None:
+    """On a machine with a GPU there may be none, and a marker that pytest does not know ends it."""
+    listed = re.search(r"^markers = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert listed is not None
+    known = {"parametrize", "skipif", "skip", "xfail", "usefixtures", "filterwarnings"}
+    known |= set(re.findall(r'"(\w+): ', listed[1]))
+    used = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"pytest\.mark\.(\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert used <= known
 
 
 @pytest.mark.soak
