@@ -42,6 +42,14 @@ def test_the_order_of_the_operations():
     assert row_update.ON_ACCELERATORS == ("native", "triton")
 
 
+def test_places_of_several_matrices_go_over_without_waiting(monkeypatch):
+    """Memory of the host that is not pinned makes it wait for all that the stream has been given."""
+    put, matrices = [], [torch.zeros(2, 4), None, torch.zeros(3, 4)]
+    monkeypatch.setattr(_triton, "place", lambda tensor, like: put.append(like) or tensor)
+    _, places, _ = _triton.row_places(matrices, [2, 1, 3], matrices[0])
+    assert len(put) == 1 and len(places) == 6
+
+
 def test_other_devices_and_the_cpu():
     assert chosen(CPU) == "native"
     assert chosen(XPU) == "reference"

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .on_device import place
+
 __all__ = ["LAUNCH", "interpreted", "on_device_of", "power_of_two", "row_places", "vector_width", "why_not"]
 
 LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
@@ -94,6 +96,6 @@ def row_places(matrices: Sequence[Tensor | None], sizes: Sequence[int], like: Te
     for size in sizes:
         starts.append(starts[-1] + size)
     first = [start - number * step for start, number, step in zip(bases, starts, steps)]
-    table = torch.tensor([first, steps, list(sizes)], dtype=torch.int64).to(device)
+    table = place(torch.tensor([first, steps, list(sizes)], dtype=torch.int64), like)
     spread = torch.repeat_interleave(table[:2], table[2], dim=1, output_size=starts[-1])
     return base, spread[0] + torch.arange(starts[-1], device=device) * spread[1], width
