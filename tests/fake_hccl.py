@@ -1,7 +1,8 @@
 """A stand-in for HCCL: a torch.distributed backend "hccl" for tensors of the stand-in NPU (fake_npu), over gloo.
 
 As the real one it has a stream of its own: an exchange takes what it sends after what the poster's current stream had
-been given, and `wait` of its work makes the current stream wait for what has been received. A thread does the exchanges
+been given, and `wait` of its work makes the current stream wait for what has been received. As NCCL in torch it keeps
+both tensors until then, and no longer: memory is the caller's matter. A thread does the exchanges
 one after another, in the order of posting; what they receive gets into memory of the device as late as is allowed.
 Ranks that post in different orders fail, as sizes differ, or hang until the time-out.
 """
@@ -32,10 +33,12 @@ class _Work(dist.Work):
         self.received: torch.Tensor | None = None
         self.error: BaseException | None = None
         self.point: fake_npu.Event | None = None
+        self.kept: tuple[Any, ...] = ()
 
     def wait(self, timeout: Any = None) -> bool:
         assert self.point is not None
         fake_npu.current_stream().wait_event(self.point)
+        self.kept = ()
         return True
 
     def is_completed(self) -> bool:
@@ -70,8 +73,7 @@ class Hccl(dist.ProcessGroup):
         ready = fake_npu.Event()
         ready.record()
         self._stream.wait_event(ready)
-        for tensor in (output, sent):
-            tensor.record_stream(self._stream)
+        work.kept = output, sent
         target = output.data_
         self._stream.enter(lambda: work.land(target))
         work.point = self._stream.record_event()

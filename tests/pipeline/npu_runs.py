@@ -150,6 +150,9 @@ def exchanges() -> dict[str, Any]:
         found[purpose, place] = received.cpu().flatten().tolist(), len(fake_hccl.POSTED) - before, str(received.device)
     found["same limit"] = both.with_timeout(LIMIT_S) is both
     rows, there = both.group("rows"), send.to("npu")
+    handle, stream = rows.all_to_all(there, counts, counts, "try/streams"), both.backend.new_stream()
+    with both.backend.using(stream):
+        found["kept for who waits"] = stream in handle.wait().block.users and stream in there.block.users
     found["elsewhere"] = _said(lambda: rows.all_to_all(there, counts, counts, "a", torch.empty(3, 1)), TypeError)
     for owner, name, says in (
         (fake_hccl.Hccl, "alltoall_base", "post"),

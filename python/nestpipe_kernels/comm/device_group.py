@@ -191,5 +191,6 @@ class _Collective:
             self._work.wait()
         except RuntimeError as error:
             raise CommunicationError(f"{self._where}: {error}") from error
-        self._backend.uses([self._received])
+        # The backend lets go of both here, and what was sent may be of a stream that waits for nothing of this.
+        self._backend.uses([self._received, self._send])
         return self._received
