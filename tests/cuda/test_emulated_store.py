@@ -296,6 +296,14 @@ def test_emulated_cuda_store_names_what_is_wrong(cuda: EmulatedCuda) -> None:
     assert device.size() == 0
     with pytest.raises(TypeError, match="retrieve: keys must be a contiguous tensor on cpu of int64"):
         device.retrieve(one.int(), zero, None, 0)
+    behind = torch.zeros(device.row_floats + 1)[1:].view(1, -1)  # a GPU could not move it 16 bytes at a time
+    words = "must begin at a multiple of 16 bytes, got a view that begins 4 bytes behind one: pass a clone"
+    with pytest.raises(ValueError, match=f"gather: out {words}"):
+        device.gather(one, one, zero, behind, None)
+    with pytest.raises(ValueError, match=f"write_back: rows {words}"):
+        device.write_back(one, behind)
+    with pytest.raises(ValueError, match=f"load_rows: rows {words}"):
+        device.load_rows(one, zero, behind, RowMetadata(one, one))
     with pytest.raises(ValueError, match="find: keys must be on cpu, got meta: use keys"):
         device.find(torch.empty(1, dtype=torch.int64, device="meta"))
     with pytest.raises(ValueError, match="device store: no table 'x': name one of t"):

@@ -16,6 +16,7 @@ __all__ = ["DeviceRows", "call_words"]
 
 INT64, INT32, UINT8, FLOAT32 = torch.int64, torch.int32, torch.uint8, torch.float32
 MAX_KEYS = (1 << 31) - 1
+ROW_ALIGNMENT = 16
 READ_ROWS, READ_EMBEDDINGS, WRITE_ROWS, WRITE_EMBEDDINGS, READ_METADATA, WRITE_METADATA = range(6)
 
 
@@ -45,7 +46,7 @@ class DeviceRows:
         """Row index[j] (or j) of `out` float32 [m, row_floats] = the row of handles[j]; the default row for -1."""
         self._check_keys("gather", keys, tables)
         self._check("handles", "gather", handles, INT64, (keys.numel(),))
-        self._check("out", "gather", out, FLOAT32, (None, self.row_floats))
+        self._check_rows("out", "gather", out)
         if index is not None:
             self._check("index", "gather", index, INT64, (keys.numel(),))
         where = 0 if index is None else index.data_ptr()
@@ -54,7 +55,7 @@ class DeviceRows:
     def write_back(self, handles: Tensor, rows: Tensor) -> None:
         """Embedding, state and `updates` of rows float32 [n, row_floats], handles distinct; those of -1 are skipped."""
         self._check("handles", "write_back", handles, INT64, (None,))
-        self._check("rows", "write_back", rows, FLOAT32, (handles.numel(), self.row_floats))
+        self._check_rows("rows", "write_back", rows, handles.numel())
         self._rows(WRITE_ROWS, handles, [rows.data_ptr(), 0])
 
     def read_embeddings(self, handles: Tensor, keys: Tensor, tables: Tensor, out: Tensor | None = None) -> Tensor:
@@ -116,6 +117,15 @@ class DeviceRows:
         self, name: str, operation: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | None]
     ) -> None:
         check_tensor(operation, name, tensor, dtype, shape, self.device)
+
+    def _check_rows(self, name: str, operation: str, rows: Tensor, size: int | None = None) -> None:
+        """Whole rows, which are moved 16 bytes at a time."""
+        self._check(name, operation, rows, FLOAT32, (size, self.row_floats))
+        if rows.data_ptr() % ROW_ALIGNMENT:
+            raise ValueError(
+                f"{operation}: {name} must begin at a multiple of {ROW_ALIGNMENT} bytes, got a view that begins "
+                f"{rows.data_ptr() % ROW_ALIGNMENT} bytes behind one: pass a clone()"
+            )
 
     def _check_keys(self, operation: str, keys: Tensor, tables: Tensor) -> None:
         self._check("keys", operation, keys, INT64, (None,))

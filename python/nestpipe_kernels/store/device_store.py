@@ -249,7 +249,7 @@ class DeviceStore(DeviceUndo):
                 twice. Nothing has changed.
         """
         self._check_keys("load_rows", keys, tables)
-        self._check("rows", "load_rows", rows, FLOAT32, (keys.numel(), self.row_floats))
+        self._check_rows("rows", "load_rows", rows, keys.numel())
         self._check_metadata("load_rows", metadata, keys.numel())
         counters = self._table_state().clone()
         retrieval = self._retrieve("load_rows", keys, tables, None, -1, None, loads=True)
