@@ -7,12 +7,20 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nestpipe_kernels.comm import GlooCommunicator, LocalCommunicator, communicator_for, exchange_same
+from nestpipe_kernels.comm import (
+    DeviceCommunicator,
+    GlooCommunicator,
+    LocalCommunicator,
+    communicator_for,
+    exchange_same,
+)
 from nestpipe_kernels.comm.checks import KINDS
 from nestpipe_kernels.comm.gloo import GlooGroup
 from nestpipe_kernels.errors import CommunicationError
@@ -247,3 +255,12 @@ def test_an_exchange_announces_what_it_receives_before_it_sends() -> None:
     ]  # fmt: skip
     assert [values for kind, _, tag, values in recorded.posted if kind == "send" and tag == 0] == [[30], [10]]
     assert out.tolist() == [-1, 20, 21, -1]
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_device_goes_through_the_host_where_torch_has_no_nccl(monkeypatch, available):
+    """torch lists nccl among its backends whether it has it or not."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: available)
+    host: Any = SimpleNamespace(size=2, rank=0, timeout_s=1.0, make_group=lambda backend: backend)
+    backend: Any = SimpleNamespace(collectives="nccl")
+    assert DeviceCommunicator(host, backend).carrier == ("nccl" if available else None)

@@ -84,6 +84,8 @@ def _carrier(host: Communicator, backend: DeviceBackend) -> Any:
         return None
     if backend.collectives not in dist.Backend.backend_list:
         return None
+    if backend.collectives == "nccl" and not dist.is_nccl_available():  # torch lists it all the same
+        return None
     return make(backend.collectives)
 
 
