@@ -122,13 +122,20 @@ KERNELS |= {"row_update", "lookup_pool_forward", "lookup_pool_backward", "lookup
 
 
 def differences(group: str, device: str = "npu") -> list[int]:
-    """Numbers of the results of a group that have other bits on the device than on the CPU; they are all there."""
+    """Numbers of the results of a group that have other bits on the device than on the CPU; they are all there. A GPU's
+    arithmetic makes a NaN of its own of any other, so there they are all alike."""
     if device == "npu":
         fake_npu.install()
     run = GROUPS[group]
     expected, found = run("cpu"), run(device)
     assert len(expected) == len(found) > 2 and all(not result.is_cpu for result in found)
-    return [k for k, (a, b) in enumerate(zip(expected, found)) if not torch.equal(bits(a), bits(b.cpu()))]
+    exact = device == "npu" or group == "updates"  # of halves, two of which may look like a NaN
+    compared = bits if exact else _settled_bits
+    return [k for k, (a, b) in enumerate(zip(expected, found)) if not torch.equal(compared(a), compared(b.cpu()))]
+
+
+def _settled_bits(tensor: Tensor) -> Tensor:
+    return bits(tensor.nan_to_num(nan=7.0, posinf=math.inf, neginf=-math.inf) if tensor.is_floating_point() else tensor)
 
 
 def use_kernels(library: str) -> None:
