@@ -106,7 +106,7 @@ TRY_TORCH ?= 2.11.0 2.13.0 2.14.0 2.15.0
 TRY_PYTHON ?= $(PYTHON)
 TRY_WHEEL ?= $(firstword $(wildcard $(DIST)/nestpipe_kernels-*-$(shell $(TRY_PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl))
 try-wheel:
-	bash cmake/try_wheel.sh $(TRY_WHEEL) $(TRY_PYTHON) $(TRY_TORCH)
+	bash cmake/try_wheel.sh "$(TRY_WHEEL)" $(TRY_PYTHON) $(TRY_TORCH)
 
 clean:
 	rm -rf $(VENV) build $(OUT) $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

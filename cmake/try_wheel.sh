@@ -3,6 +3,7 @@
 # user would: imports, trains the small job on two ranks, compares it with `sequential`, prints the doctor's report.
 # Usage: try_wheel.sh WHEEL PYTHON TORCH...        TORCH: a release, as in 2.13.0
 set -euo pipefail
+[ $# -ge 3 ] && [ -f "$1" ] || { echo "usage: try_wheel.sh WHEEL PYTHON TORCH...; make wheels builds wheels, got: $*"; exit 2; }
 wheel=$(readlink -f "$1")
 python=$2
 shift 2

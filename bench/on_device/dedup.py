@@ -17,7 +17,7 @@ from nestpipe_kernels.ops.dedup import dedup
 
 __all__ = ["works"]
 
-ZIPF_SKEW, ZIPF_ROWS = 1.05, 100_000_000
+ZIPF_SKEW, ZIPF_ROWS = 1.05, 10_000_000
 
 
 def works(parsed: argparse.Namespace, backend: DeviceBackend) -> Iterator[Work]:

@@ -61,7 +61,7 @@ class _Torch:
     def __init__(self, rows: Tensor) -> None:
         sparse = rows.is_cuda
         self.name = f"torch.nn.EmbeddingBag{' sparse' if sparse else ''} + Adagrad"
-        self._bag = nn.EmbeddingBag(*rows.shape, mode="sum", sparse=sparse, _weight=rows)
+        self._bag = nn.EmbeddingBag(rows.shape[0], rows.shape[1], mode="sum", sparse=sparse, _weight=rows)
         self._optimizer = torch.optim.Adagrad(self._bag.parameters(), lr=RATE)
 
     def step(self, ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:

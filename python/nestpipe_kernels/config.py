@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -169,6 +170,10 @@ class PipelineConfig:
             raise TypeError(f"fetch must be callable (item -> batch) or None, got {type(self.fetch).__name__}")
         if self.device is not None and not isinstance(self.device, str):
             raise TypeError(f"device must be a string ('cpu', 'cuda', 'npu', 'cuda:1') or None, got {self.device!r}")
+        if self.device is not None and not re.fullmatch(r"cpu|(cuda|npu)(:\d+)?", self.device):
+            raise ValueError(
+                f"unknown device {self.device!r}; expected 'cpu', 'cuda', 'npu', or one of several as in 'cuda:1'"
+            )
         for name in ("sparse_inputs", "split_batch"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -55,10 +55,11 @@ def test_markers_are_known_without_plugins() -> None:
 
 @pytest.mark.soak
 def test_soak_emulated_cuda_script_tells_what_failed(emulated_library: Path, tmp_path: Path) -> None:
-    done = run_script(emulated_library, tmp_path, TESTS="tests/device/test_that_is_not_there.py", DEVICE="npu:7")
-    assert done.returncode == 1
-    assert "failed: tests benches" in done.stdout
-    assert "device 'npu:7' is not here" in (tmp_path / "benches.txt").read_text()
+    done = run_script(emulated_library, tmp_path, TESTS="tests/device/test_that_is_not_there.py")
+    assert done.returncode == 1 and "failed: tests\n" in done.stdout
+    done = run_script(emulated_library, tmp_path, DEVICE="npu:7")
+    assert done.returncode == 1 and "failed: device: there is nothing to measure on" in done.stdout
+    assert "device 'npu:7' is not here" in (tmp_path / "device.txt").read_text()
 
 
 def test_emulated_cuda_calls_for_compute_sanitizer(emulated_library: Path) -> None:

@@ -59,6 +59,8 @@ def test_emulated_cuda_bench_goes_on_after_a_case_that_fails(world: GlooWorld) -
         ([], "nestpipe bench: name a CASE, or an accelerator with --device"),
         (["--device", "cpu"], "nestpipe bench: on cpu a case is named, as in: nestpipe bench dedup"),
         (["--device", "cuda"], "nestpipe bench: device 'cuda' needs a torch that was built with CUDA"),
+        (["--peers", "dedup"], "nestpipe bench: options go after the case, as in: nestpipe bench dedup --peers"),
+        (["--device", "cuda", "dedup"], "nestpipe bench: options go after the case"),
         (["--device", "tpu"], "nestpipe bench: unknown device 'tpu'"),
     ],
 )

@@ -9,10 +9,14 @@ import store_programs as programs
 import torch
 from torch import Tensor
 
+from nestpipe_kernels._native import cuda as cuda_kernels
 from nestpipe_kernels.store import DeviceStore, EmbeddingStore, RowMetadata
 from nestpipe_kernels.types import Retrieval, TableSpec
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(cuda_kernels() is None, reason="this installation has no CUDA kernels"),
+]
 
 
 class FromHost:

@@ -44,5 +44,16 @@ def test_modules_stores_and_jagged_types_take_arrays() -> None:
 
 def test_an_array_that_cannot_be_shared_is_named() -> None:
     keys = np.arange(3, dtype=np.longdouble)
-    with pytest.raises(TypeError, match=r"a numpy array of float128 cannot be used as a tensor \(.*\); copy it"):
+    with pytest.raises(TypeError, match=r"a numpy array of float128 cannot be used as a tensor \(.*\); make a"):
         dedup(keys)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a numpy array of int64 cannot be used as a tensor \(negative strides\)"):
+        nk.KeyedJaggedTensor(["f"], np.arange(4)[::-1], lengths=np.array([4]))  # type: ignore[arg-type]
+
+
+def test_gradients_may_be_arrays_and_what_is_none_is_named() -> None:
+    store = EmbeddingStore(name="t", dim=2, optimizer=nk.optim.SGD(0.5))
+    before, _ = store.find_or_insert(torch.tensor([1]))
+    store.apply_gradients(np.array([1]), np.ones((1, 2), dtype=np.float32), step=1)  # type: ignore[arg-type]
+    assert torch.equal(store.find(torch.tensor([1]))[0], before - 0.5)
+    with pytest.raises(TypeError, match="find_or_insert: out must be a tensor, got ndarray"):
+        store.find_or_insert(torch.tensor([1]), out=np.ones((1, 2)))  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_functions_are_functions(name):
 
 
 def test_a_device_is_named():
-    with pytest.raises(TypeError, match=r"device must be a string \('cpu', 'npu', 'npu:1'\) or None, got 1"):
+    with pytest.raises(TypeError, match=r"device must be a string \('cpu', 'cuda', 'npu', 'cuda:1'\) or None, got 1"):
         PipelineConfig(device=1)
 
 

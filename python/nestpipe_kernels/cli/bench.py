@@ -36,6 +36,8 @@ DEVICE_CASES = (
 )  # fmt: skip
 """Modules of nestpipe_kernels.bench.on_device."""
 
+DEVICE_OPTIONS = ("only", "scale", "peers", "repeat", "seed", "json")
+
 CLUSTER_SETS = (
     "ml100k", "ml100k-first", "topics", "topics-100", "topics-12", "zipf", "zipf-1.2", "ml100k-last", "fields", "walks",
 )  # fmt: skip
@@ -66,14 +68,32 @@ def add_bench(commands: Any) -> None:
 
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
     """What `nestpipe bench --device` takes, without a case."""
+    # Names of their own: a case's options would take the place of these, given or not.
     device = parser.add_argument_group("on an accelerator")
     device.add_argument("--device", metavar="DEVICE", default=None, help="as in cuda or cuda:1")
-    device.add_argument("--only", nargs="+", choices=DEVICE_CASES, default=list(DEVICE_CASES), help="some of the cases")
-    device.add_argument("--scale", type=share, default=1.0, help="part of each case's size; 1 is what figures are of")
-    device.add_argument("--peers", action="store_true", help="also what others have for it, where installed")
-    device.add_argument("--repeat", type=positive, default=20, help="timed rounds")
-    device.add_argument("--seed", type=int, default=0, help="seed of keys and values")
-    device.add_argument("--json", metavar="FILE", default=None, help="append the lines to a file, too")
+    device.add_argument(
+        "--only",
+        dest="device_only",
+        nargs="+",
+        choices=DEVICE_CASES,
+        default=list(DEVICE_CASES),
+        help="some of the cases",
+    )
+    device.add_argument(
+        "--scale",
+        dest="device_scale",
+        type=share,
+        default=1.0,
+        help="part of each case's size; 1 is what figures are of",
+    )
+    device.add_argument(
+        "--peers", dest="device_peers", action="store_true", help="also what others have for it, where installed"
+    )
+    device.add_argument("--repeat", dest="device_repeat", type=positive, default=20, help="timed rounds")
+    device.add_argument("--seed", dest="device_seed", type=int, default=0, help="seed of keys and values")
+    device.add_argument(
+        "--json", dest="device_json", metavar="FILE", default=None, help="append the lines to a file, too"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -235,6 +255,13 @@ def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         if parsed.device is None:
             raise ValueError("name a CASE, or an accelerator with --device; nestpipe bench --help lists both")
         module = "on_device.frame"
+        for name in DEVICE_OPTIONS:
+            setattr(parsed, name, getattr(parsed, f"device_{name}"))
+    elif arguments[1:2] != [parsed.case]:
+        raise ValueError(
+            f"options go after the case, as in: nestpipe bench {parsed.case} --peers; on an accelerator cases are "
+            "named by --only, as in: nestpipe bench --device cuda --only dedup"
+        )
     if parsed.case in KERNEL_CASES:
         unknown = [name for name in parsed.more if name not in KERNEL_CASES]
         if unknown:

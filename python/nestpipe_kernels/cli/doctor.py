@@ -162,16 +162,13 @@ def _operations() -> list[str]:
                 if inspect.isfunction(f) and "implementation" in inspect.signature(f).parameters
             }
         )
-        if hasattr(package, "ON_ACCELERATORS"):
+        if hasattr(package, "ON_ACCELERATORS") and torch.cuda.is_available():
             name = registry.chosen(info.name, torch.device("cuda"), None, package.ON_ACCELERATORS)
             on_cuda.append(f"{info.name} {name}")
         others = [part for part in parts if part not in chosen]
         lines.setdefault(f"{'/'.join(chosen)} (also {', '.join(others)})", []).append(info.name)
-    triton = version_of("triton")
-    return [
-        *(f"{how}: {', '.join(names)}" for how, names in lines.items()),
-        f"on CUDA devices: {', '.join(on_cuda)} ({f'triton {triton}' if triton else 'no triton'})",
-    ]
+    found = [f"{how}: {', '.join(names)}" for how, names in lines.items()]
+    return [*found, f"on CUDA devices: {', '.join(on_cuda)}"] if on_cuda else found
 
 
 def _transport() -> list[str]:

@@ -60,6 +60,8 @@ def check_tensor(
 ) -> None:
     """A contiguous tensor of this dtype and shape (None: any extent), whose address may go to native code; on the CPU,
     or on `device`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} must be a tensor, got {type(tensor).__name__}")
     found = tuple(tensor.shape)
     right = len(found) == len(shape) and all(want is None or got == want for got, want in zip(found, shape))
     there = tensor.is_cpu if device is None else tensor.device == device

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._native import core
 from ..errors import StoreFullError
 from ..init import Initializer
+from ..ops._arrays import as_tensor
 from ..ops.row_storage import embedding_words, pack_embeddings, unpack_embeddings
 from ..types import UNBOUNDED, DataType, KeyStatus, Retrieval, SparseOptimizer, TableSpec, TouchedRows
 from .checks import check_batch, check_bounds, check_counts, check_keys, check_storage, check_tensor, key_vector
@@ -451,7 +452,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
         spec = self.tables[self._table(table)]
         if not spec.trainable:
             raise ValueError(f"apply_gradients: table {spec.name!r} is frozen (trainable=False)")
-        grads = grads.detach().contiguous()
+        grads = as_tensor(grads).detach().contiguous()
         check_tensor("apply_gradients", "grads", grads, FLOAT32, (keys.numel(), self.dim))
         return apply_gradients(self, spec, keys, tables, grads, step, lr)
 

@@ -63,7 +63,8 @@ def _forward(rows: Tensor, slots: Tensor, offsets: Tensor, weights: Tensor | Non
     if _by_triton(rows):
         _triton().pool_forward(rows, _bags(slots, offsets, weights, mode, rows.shape[0]), [out])
     else:
-        pool_forward(rows, *_on_host(slots, offsets), [0, len(out)], [mode], [out], *_on_host(weights))
+        there, ends = slots.cpu(), offsets.cpu()  # the other implementations want bags on the host
+        pool_forward(rows, there, ends, [0, len(out)], [mode], [out], None if weights is None else weights.cpu())
     return out
 
 
@@ -85,8 +86,8 @@ def _row_grad(
     if _by_triton(rows):
         _triton().pool_backward([grad], rows, _bags(slots, offsets, weights, mode, rows.shape[0]), total)
     else:
-        bags = (*_on_host(slots, offsets), [0, len(grad)], [mode], *_on_host(weights))
-        pool_backward([grad], rows, *bags, total)
+        given = None if weights is None else weights.cpu()
+        pool_backward([grad], rows, slots.cpu(), offsets.cpu(), [0, len(grad)], [mode], given, total)
     return total.to(rows.dtype)
 
 
@@ -103,7 +104,7 @@ def _(grad: Tensor, rows: Tensor, slots: Tensor, offsets: Tensor, weights: Tenso
 def _weight_grad(grad: Tensor, rows: Tensor, slots: Tensor, offsets: Tensor, mode: int) -> Tensor:
     rows = checks.contiguous_rows(rows)
     if not _by_triton(rows):
-        return pool_weight_grad([grad], rows, *_on_host(slots, offsets), [0, len(grad)], [mode])
+        return pool_weight_grad([grad], rows, slots.cpu(), offsets.cpu(), [0, len(grad)], [mode])
     found: Tensor = _triton().pool_weight_grad([grad], rows, _bags(slots, offsets, None, mode, rows.shape[0]))
     return found
 
@@ -158,11 +159,6 @@ def _bags(slots: Tensor, offsets: Tensor, weights: Tensor | None, mode: int, num
 def _by_triton(rows: Tensor) -> bool:
     """Whether Triton's kernels serve the rows' device; they alone take bags that lie there."""
     return registry.chosen(OPERATION, rows.device, None, ON_ACCELERATORS) == "triton"
-
-
-def _on_host(*tensors: Tensor | None) -> list[Any]:
-    """What describes bags, for the other implementations; from an accelerator it is waited for."""
-    return [None if tensor is None else tensor.cpu() for tensor in tensors]
 
 
 def _triton() -> Any:
