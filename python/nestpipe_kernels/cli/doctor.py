@@ -82,7 +82,6 @@ def _torch() -> list[str]:
 
 
 def _devices() -> list[str]:
-
     lines = ["cpu", *_cuda_devices()]
     npu = _npus()
     if npu:
