@@ -4,8 +4,9 @@ if(NESTPIPE_CUDA STREQUAL "AUTO")
   check_language(CUDA)
 endif()
 if(NESTPIPE_CUDA STREQUAL "ON" OR (NESTPIPE_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_COMPILER))
-  # Code for each of these, which later minor versions run, too. Without PTX, which would take a wheel beyond 2 MB.
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  # Code for each of these, or for those of CUDAARCHS; later minor versions run it, too. Without PTX, which would take a wheel
+  # beyond 2 MB.
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND "$ENV{CUDAARCHS}" STREQUAL "")
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100-real)
   endif()
   enable_language(CUDA)

@@ -29,7 +29,8 @@ def run_script(library: Path, out: Path, **changes: str) -> subprocess.Completed
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
-def test_emulated_cuda_script_for_a_gpu(emulated_library: Path, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_soak_emulated_cuda_script_for_a_gpu(emulated_library: Path, tmp_path: Path) -> None:
     done = run_script(emulated_library, tmp_path, TESTS="tests/device/test_cuda_device.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all parts passed" in done.stdout

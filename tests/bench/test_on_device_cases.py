@@ -37,7 +37,9 @@ def world(emulated_library: Path) -> Iterator[GlooWorld]:
     made.close()
 
 
-@pytest.mark.parametrize("case", DEVICE_CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] * (case == "nested")) for case in DEVICE_CASES]
+)
 def test_emulated_cuda_bench_case(world: GlooWorld, case: str) -> None:
     code, lines, messages = world.call(cases.run, *TINY, "--peers", "--only", case)
     assert code == 0, messages
