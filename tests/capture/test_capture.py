@@ -26,6 +26,7 @@ from nestpipe_kernels.capture import (
     same_features,
     split,
 )
+from nestpipe_kernels.capture.probe import eager_only
 from nestpipe_kernels.errors import CaptureError
 from nestpipe_kernels.jagged import JaggedTensor, KeyedJaggedTensor
 
@@ -594,6 +595,21 @@ def test_compiled_parts_are_seen() -> None:
     captured = capture(model, make_batch(8))
     batch = make_batch(5, 1)
     assert torch.equal(captured.replay(batch)["emb"][0], batch["ids"] * 2 + 1)
+
+
+def test_captures_that_overlap_leave_the_compiler_as_it_was() -> None:
+    """Ranks that are threads capture at once, and need not leave in the order in which they came."""
+    calls = []
+    compiled = torch.compile(lambda ids: ids + 1, backend=lambda graph, _: calls.append("compiled") or graph.forward)
+    first, second = eager_only(), eager_only()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    compiled(torch.arange(3))
+    assert not calls
+    second.__exit__(None, None, None)
+    compiled(torch.arange(3))
+    assert calls == ["compiled"]
 
 
 def test_the_compiler_is_not_imported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,13 +37,44 @@ def preserved_random_state(own: Iterable[torch.Generator] = ()) -> Iterator[None
             torch.cuda.set_rng_state_all(cuda)
 
 
+class _EagerOnly:
+    """The compiler's stance is the process's: the first to come sets it, the last to leave puts back what it was."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._leave = ExitStack()
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._leave.enter_context(torch.compiler.set_stance("force_eager"))
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._leave.close()
+
+
+_eager_only = _EagerOnly()
+
+
 @contextmanager
 def eager_only() -> Iterator[None]:
-    """Compiled functions run as plain Python, so that every operation is seen. Loads no compiler that is not in use."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    """Compiled functions run as plain Python, in all threads, so that every operation is seen.
+
+    Loads no compiler that is not in use.
+    """
+    if "torch._dynamo" not in sys.modules:
         yield
+        return
+    _eager_only.enter()
+    try:
+        yield
+    finally:
+        _eager_only.leave()
 
 
 class ModelState:
