@@ -75,6 +75,7 @@ def train(
     schedule: str,
     *,
     prepare: Callable[[Any], Any] | None = None,
+    wrap: Callable[[Any], Any] | None = None,
     loss: Callable[..., Any] = loss_of,
     batches: Iterable[Any] | None = None,
     each: Callable[[Any, Any, Any], Any] | None = None,
@@ -87,7 +88,7 @@ def train(
     **config: Any,
 ) -> dict[str, Tensor]:
     """A run through a pipeline. `prepare(model)` goes after convert, may return something that `each` gets after every
-    step: each(pipeline, step, prepared)."""
+    step: each(pipeline, step, prepared). What `wrap(model)` returns is trained in the model's place."""
     model = Recommender(dropout)
     rule = nk.optim.SGD(lr=ROWS_LR) if optimizer is None else optimizer
     nk.convert(model, rule, settings=settings, process_group=communicator)
@@ -95,8 +96,8 @@ def train(
     dense = dense_of(model)
     if before_step is not None:
         dense.register_step_pre_hook(before_step)
-    losses = []
-    with nk.NestedPipeline(model, dense, loss, make_config(schedule, **config), grad_scaler=scaler) as pipe:
+    losses, trained = [], model if wrap is None else wrap(model)
+    with nk.NestedPipeline(trained, dense, loss, make_config(schedule, **config), grad_scaler=scaler) as pipe:
         for step in pipe.run(make_batches() if batches is None else batches):
             losses.append(float(step.loss))
             if each is not None:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from loop_cases import (
     ROWS_LR,
     SAMPLES,
@@ -44,6 +45,21 @@ def test_compiled_dense_part(backend):
         model.top = torch.compile(model.top, backend=backend)
 
     assert close(alike(prepare=compiled), torch_loop())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_compiled_model_with_its_lookups(backend):
+    """The pipeline is given the compiled model, and answers the lookups inside of its one graph."""
+    graphs = []
+
+    def compiled(model):
+        torch.compiler.reset()
+        model.top[2] = torch.nn.Identity()  # torch traces a Dropout twice, to learn that its rate is a constant
+        graphs.append(torch._dynamo.testing.CompileCounterWithBackend(backend))
+        return torch.compile(model, backend=graphs[-1], fullgraph=True, dynamic=True)
+
+    assert close(alike(OVERLAPPED, wrap=compiled), torch_loop())
+    assert all(counter.frame_count == 1 for counter in graphs)
 
 
 def autocast_loss(model, batch):

@@ -116,6 +116,8 @@ def check_bags(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check that lengths and/or offsets describe `values`; returns them as int32 or int64.
 
+    In code that torch.compile traces, shapes and dtypes alone are checked; a lookup checks the numbers when it runs.
+
     Args:
         what: the name that errors start with.
         values: [n, ...].
@@ -142,7 +144,9 @@ def check_bags(
         lengths = _check_lengths(what, lengths, values.shape[0], bags)
     if offsets is not None:
         offsets = _check_offsets(what, offsets, values.shape[0], bags if lengths is None else lengths.numel())
-        if lengths is not None and not torch.equal(offsets_to_lengths(offsets).long(), lengths.long()):
+        if lengths is None or torch.compiler.is_dynamo_compiling():
+            return lengths, offsets
+        if not torch.equal(offsets_to_lengths(offsets).long(), lengths.long()):
             raise ValueError(f"{what}: lengths and offsets disagree; give only one of them")
     return lengths, offsets
 
@@ -161,6 +165,8 @@ def _check_lengths(what: str, lengths: Tensor, num_values: int, bags: int | None
     lengths = _as_index_dtype(what, "lengths", lengths)
     if bags is not None and lengths.numel() != bags:
         raise ValueError(f"{what}: lengths must have {bags} entries, got {lengths.numel()}")
+    if torch.compiler.is_dynamo_compiling():
+        return lengths
     if lengths.numel() and int(lengths.min()) < 0:
         at = int(lengths.argmin())
         raise ValueError(f"{what}: lengths must not be negative, got {int(lengths[at])} at position {at}")
@@ -178,6 +184,8 @@ def _check_offsets(what: str, offsets: Tensor, num_values: int, bags: int | None
         offsets = offsets.new_zeros(1)
     if bags is not None and offsets.numel() != bags + 1:
         raise ValueError(f"{what}: offsets must have {bags} + 1 entries, got {offsets.numel()}")
+    if torch.compiler.is_dynamo_compiling():
+        return offsets
     if int(offsets[0]) != 0:
         raise ValueError(f"{what}: offsets must start at 0, got {int(offsets[0])}")
     falls = torch.nonzero(offsets[1:] < offsets[:-1])

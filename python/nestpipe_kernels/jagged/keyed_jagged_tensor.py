@@ -68,7 +68,9 @@ class KeyedJaggedTensor:
         elif stride < 0:
             raise ValueError(f"KeyedJaggedTensor: stride must be >= 0, got {stride}")
         bags = len(keys) * stride
-        what = f"KeyedJaggedTensor ({len(keys)} keys x {stride} samples)"
+        what = "KeyedJaggedTensor"
+        if not torch.compiler.is_dynamo_compiling():  # which would compile anew for every stride that it writes down
+            what += f" ({len(keys)} keys x {stride} samples)"
         lengths, offsets = check_bags(what, values, weights, lengths, offsets, bags)
         self._set(keys, values, weights, lengths, offsets, stride)
 

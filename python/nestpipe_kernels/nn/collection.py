@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nestpipe_kernels.comm import Communicator, SparseGroups, Topology, communicator_for
 from nestpipe_kernels.comm.topology import checked_groups
+from nestpipe_kernels.nn.compiled import enroll
 from nestpipe_kernels.nn.configs import TableConfig, check_tables
 from nestpipe_kernels.nn.layout import Layout, make_layout
 from nestpipe_kernels.nn.optimizers import resolve_optimizers
@@ -113,6 +114,8 @@ class Collection(nn.Module):
         else:
             self._sparse = SparseTables(self._layout, seed, process_group, self._sparse_groups, self._outside_access)
             views = _TableViews(self._sparse)
+            self.lookup_anchor = torch.zeros(1, dtype=torch.float32, requires_grad=any(c.trainable for c in tables))
+            self.lookup_number = enroll(self)
         setattr(self, self._tables_attribute, views)
 
     # ------------------------------------------------------------------------------------------------ accessors
@@ -190,6 +193,12 @@ class Collection(nn.Module):
         """
         if self._sparse is None:
             return self._forward_parameters(features)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(features)
+        return self.answer(features)
+
+    def answer(self, features: Any) -> Any:
+        """Look up rows of stores: through the pipeline that is open, or without one. Raises as forward does."""
         context = self.lookup_context
         if context is None:
             self._outside_access()
@@ -227,6 +236,20 @@ class Collection(nn.Module):
 
     def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> Any:
         raise NotImplementedError
+
+    def _traced(self, features: Any) -> Any:
+        """`answer` as torch.compile traces it: tensor operations and one operator, which calls `answer`."""
+        raise NotImplementedError
+
+    def empty_outputs(
+        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
+    ) -> list[Tensor]:
+        """Tensors like those that a traced lookup gives; see nn/compiled.py."""
+        raise NotImplementedError
+
+    def output_keys(self, features: Any) -> list[Tensor]:
+        """int64 [rows] of every output: what a traced lookup returns beside them; none by default."""
+        return []
 
     def _parameter_outputs(self, batch: CallInput, weights: Mapping[str, Tensor]) -> Sequence[Tensor]:
         raise NotImplementedError

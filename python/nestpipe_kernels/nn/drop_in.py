@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe_kernels.nn.collection import Collection
+from nestpipe_kernels.nn.compiled import traced_lookup
 from nestpipe_kernels.nn.configs import EmbeddingConfig, TableConfig
 from nestpipe_kernels.nn.plan import Samples, checked_values
 from nestpipe_kernels.nn.sharding import owned_keys
@@ -192,8 +193,8 @@ class TableModule(Collection):
     def weight_tensor(self, detached: bool) -> Tensor:
         """float32 [num_embeddings, embedding_dim], what `weight` is when an operation uses it: a copy.
 
-        In a step, or with gradients enabled and no pipeline open, it is a lookup of all ids; else rows are read as by
-        state_dict(). Collective if there are several ranks.
+        In a step, in compiled code, or with gradients enabled and no pipeline open, it is a lookup of all ids; else
+        rows are read as by state_dict(). Collective if there are several ranks.
 
         Raises:
             TypeError: the vocabulary is open.
@@ -203,9 +204,10 @@ class TableModule(Collection):
         tables = owner._sparse_tables("weight")
         if owner._configs[0].is_open:
             return tables.read(name)  # says what to do instead
-        tracked = torch.is_grad_enabled() and not detached and owner.before_outside_access is None
-        if owner.lookup_context is None and not tracked:
-            return tables.read(name)
+        if not torch.compiler.is_dynamo_compiling():
+            tracked = torch.is_grad_enabled() and not detached and owner.before_outside_access is None
+            if owner.lookup_context is None and not tracked:
+                return tables.read(name)
         rows: Tensor = owner.look_up(torch.arange(self.num_embeddings))
         return rows.detach() if detached else rows
 
@@ -272,6 +274,19 @@ class TableModule(Collection):
     def look_up(self, features: Any) -> Any:
         """Ids (any shape): their rows [..., dim] as they are. A JaggedTensor: its bags, pooled [bags, dim]."""
         return Collection.forward(self.table_module, features)
+
+    def _traced(self, features: Any) -> Tensor:
+        if isinstance(features, Tensor):
+            rows = traced_lookup(self, features, None, None)[0]
+            return rows.view(*features.shape, self.embedding_dim)
+        return traced_lookup(self, features.values(), features.lengths(), features.weights_or_none())[0]
+
+    def empty_outputs(
+        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
+    ) -> list[Tensor]:
+        """One matrix: a row for every id, or bag; see nn/compiled.py."""
+        number = (values if lengths is None else lengths).numel()
+        return [torch.empty((number, self.embedding_dim), dtype=torch.float32, device=device)]
 
     def plan_call(self, features: Any) -> LookupCall:
         """Check an input and describe its lookup; changes nothing. Raises IndexError, TypeError or ValueError."""

@@ -102,6 +102,6 @@ class Embedding(TableModule):
         if self.padding_idx is None or not rows.requires_grad:
             return rows
         padding = input == self.padding_idx
-        if padding.device.type == "cpu" and not bool(padding.any()):
+        if padding.device.type == "cpu" and not torch.compiler.is_dynamo_compiling() and not bool(padding.any()):
             return rows
         return torch.where(padding.to(rows.device).unsqueeze(-1), rows.detach(), rows)

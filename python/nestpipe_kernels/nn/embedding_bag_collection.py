@@ -11,6 +11,7 @@ from torch import Tensor
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.jagged import KeyedTensor
 from nestpipe_kernels.nn.collection import Collection
+from nestpipe_kernels.nn.compiled import traced_lookup
 from nestpipe_kernels.nn.configs import EmbeddingBagConfig
 from nestpipe_kernels.nn.parameter_tables import pool_segment
 from nestpipe_kernels.nn.plan import CallInput
@@ -82,6 +83,20 @@ class EmbeddingBagCollection(Collection):
 
     def _weighted(self) -> bool | None:
         return self._is_weighted
+
+    def _traced(self, features: Any) -> KeyedTensor:
+        weights = features.weights_or_none()
+        outputs = traced_lookup(self, features.values(), features.lengths(), weights, features.keys())
+        keyed: KeyedTensor = self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])
+        return keyed
+
+    def empty_outputs(
+        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
+    ) -> list[Tensor]:
+        """One matrix; see nn/compiled.py."""
+        assert lengths is not None
+        size = (lengths.shape[0] // len(keys), sum(self._layout.output_dims))
+        return [torch.empty(size, dtype=torch.float32, device=device)]
 
     def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> Any:
         return self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])

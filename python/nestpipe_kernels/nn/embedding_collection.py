@@ -11,6 +11,7 @@ from torch import Tensor
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.jagged import JaggedTensor
 from nestpipe_kernels.nn.collection import Collection
+from nestpipe_kernels.nn.compiled import traced_lookup
 from nestpipe_kernels.nn.configs import EmbeddingConfig, embedding_names
 from nestpipe_kernels.nn.parameter_tables import rows_of_segment
 from nestpipe_kernels.nn.plan import CallInput
@@ -87,6 +88,35 @@ class EmbeddingCollection(Collection):
 
     def _weighted(self) -> bool | None:
         return None
+
+    def _traced(self, features: Any) -> dict[str, JaggedTensor]:
+        keys, values, lengths = features.keys(), features.values(), features.lengths()
+        outputs = traced_lookup(self, values, lengths, None, keys)
+        by_key = lengths.view(len(keys), -1)
+        result: dict[str, JaggedTensor] = {}
+        for index, segment in enumerate(self._layout.segments):
+            result[segment.output_name] = self.output_class(
+                outputs[index],
+                weights=outputs[index + len(self._layout.segments)] if self._need_indices else None,
+                lengths=by_key[keys.index(segment.feature)],
+            )
+        return result
+
+    def empty_outputs(
+        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
+    ) -> list[Tensor]:
+        """A matrix for each output, of as many rows as turn out, then their keys; see nn/compiled.py."""
+        dims = self._layout.output_dims
+        numbers = [torch.library.get_ctx().new_dynamic_size() for _ in dims]
+        rows = [torch.empty((n, dim), dtype=torch.float32, device=device) for n, dim in zip(numbers, dims)]
+        return rows + [torch.empty(n, dtype=torch.int64) for n in (numbers if self._need_indices else ())]
+
+    def output_keys(self, features: Any) -> list[Tensor]:
+        """With `need_indices`, the keys of every output."""
+        if not self._need_indices:
+            return []
+        batch = self._read(features)
+        return [batch.values[batch.slice_of(segment.feature)].clone() for segment in self._layout.segments]
 
     def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> dict[str, JaggedTensor]:
         result: dict[str, JaggedTensor] = {}

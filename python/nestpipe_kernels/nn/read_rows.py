@@ -48,8 +48,13 @@ for _name in _AUGMENTED:
     setattr(ReadRows, f"__i{_name}__", _augmented(f"__i{_name}__"))
 
 
-def guarded(rows: Tensor, refused: Callable[[str], Exception]) -> ReadRows:
-    """The same tensor, refusing in-place operations with refused(name of the operation)."""
+def guarded(rows: Tensor, refused: Callable[[str], Exception]) -> Tensor:
+    """The same tensor, refusing in-place operations with refused(name of the operation).
+
+    In code that torch.compile traces, as it is: what is written to it there is written to a copy, and lost.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return rows
     made = rows.as_subclass(ReadRows)
     made.refused = refused
     return made

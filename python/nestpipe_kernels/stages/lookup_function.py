@@ -6,7 +6,9 @@ tensor that requires a gradient anchors the node, so that backward reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +21,7 @@ from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
 from nestpipe_kernels.ops.on_device import place
 from nestpipe_kernels.types import InPlaceStore, LookupCall, StoreKeys, TableSpec
 
-__all__ = ["GradientSink", "KeyedRows", "StoredRows", "run_lookup"]
+__all__ = ["GradientSink", "KeyedRows", "PendingLookup", "StoredRows", "bare_answers", "run_lookup"]
 
 GradientSink = Callable[[LookupCall, "list[list[Tensor | None]]"], None]
 """Receives the call and, per store and segment, the gradient of its bags float32 [bags, D]; None: no gradient."""
@@ -48,7 +50,7 @@ class KeyedRows:
 
 
 @dataclass
-class _Lookup:
+class PendingLookup:
     """What one call's forward and backward need."""
 
     call: LookupCall
@@ -141,6 +143,24 @@ def _pool_in_place(rows: StoredRows | KeyedRows, slots: Tensor, keys: StoreKeys,
     rows.store.pool(rows.handles, rows.keys, rows.tables, slots, keys, outs)
 
 
+class _Bare(threading.local):
+    lookups: list[PendingLookup] | None = None
+
+
+_bare = _Bare()
+
+
+@contextmanager
+def bare_answers() -> Iterator[list[PendingLookup]]:
+    """Inside, in this thread, `run_lookup` returns bare outputs, without a graph, and leaves to the caller to run the
+    backward of the lookups that get into this list."""
+    before, _bare.lookups = _bare.lookups, []
+    try:
+        yield _bare.lookups
+    finally:
+        _bare.lookups = before
+
+
 def run_lookup(
     call: LookupCall,
     rows_per_store: Sequence[Tensor | StoredRows | KeyedRows],
@@ -160,11 +180,16 @@ def run_lookup(
 
     Returns:
         `call.finish(outputs)`, outputs float32. They carry a graph where gradients are enabled, and some table is
-        trainable or `call.weights` requires a gradient.
+        trainable or `call.weights` requires a gradient. Inside of `bare_answers`, the outputs as they are.
     """
     trainable = [_trainable_segments(call, store, tables) for store in range(len(call.stores))]
-    lookup = _Lookup(call, rows_per_store, slots_per_store, on_gradient, trainable)
-    anchor = torch.empty(0, dtype=torch.float32, requires_grad=any(any(flags) for flags in trainable))
+    lookup = PendingLookup(call, rows_per_store, slots_per_store, on_gradient, trainable)
+    trains = any(any(flags) for flags in trainable)
+    if _bare.lookups is not None:
+        if torch.is_grad_enabled() and (trains or (call.weights is not None and call.weights.requires_grad)):
+            _bare.lookups.append(lookup)
+        return lookup.forward()
+    anchor = torch.empty(0, dtype=torch.float32, requires_grad=trains)
     apply: Callable[..., tuple[Tensor, ...]] = _LookupFunction.apply
     outputs = apply(lookup, anchor, call.weights)
     return call.finish(outputs)
@@ -180,7 +205,7 @@ def _divisors(keys: StoreKeys) -> list[Tensor | None]:
 
 class _LookupFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lookup: _Lookup, anchor: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, lookup: PendingLookup, anchor: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
         ctx.lookup = lookup
         ctx.set_materialize_grads(False)
         return lookup.forward()
@@ -188,7 +213,7 @@ class _LookupFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
-        lookup: _Lookup = ctx.lookup  # type: ignore[attr-defined]
+        lookup: PendingLookup = ctx.lookup  # type: ignore[attr-defined]
         weights_need: bool = ctx.needs_input_grad[2]  # type: ignore[attr-defined]
         return None, None, lookup.backward(grads, weights_need)
 

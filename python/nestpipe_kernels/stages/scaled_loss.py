@@ -89,9 +89,7 @@ def _running_backward(frame: FrameType | None) -> tuple[FrameType | None, list[T
     functions further up."""
     starts = {torch.Tensor.backward.__code__: "self", torch.autograd.backward.__code__: "tensors"}
     roots: list[Tensor] = []
-    for _ in range(_MOST_FRAMES):
-        if frame is None or (roots and frame.f_code not in starts):
-            break
+    while frame is not None and (not roots or frame.f_code in starts):  # a compiled backward has many frames of its own
         name = starts.get(frame.f_code)
         if name is not None:
             found = frame.f_locals.get(name)
