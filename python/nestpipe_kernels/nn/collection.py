@@ -241,12 +241,6 @@ class Collection(nn.Module):
         """`answer` as torch.compile traces it: tensor operations and one operator, which calls `answer`."""
         raise NotImplementedError
 
-    def empty_outputs(
-        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
-    ) -> list[Tensor]:
-        """Tensors like those that a traced lookup gives; see nn/compiled.py."""
-        raise NotImplementedError
-
     def output_keys(self, features: Any) -> list[Tensor]:
         """int64 [rows] of every output: what a traced lookup returns beside them; none by default."""
         return []

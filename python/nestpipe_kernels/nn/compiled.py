@@ -39,11 +39,6 @@ class Traced(Protocol):
 
     def answer(self, features: Any) -> Any: ...
     def output_keys(self, features: Any) -> list[Tensor]: ...
-    def empty_outputs(
-        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
-    ) -> list[Tensor]:
-        """Tensors like the outputs and the output keys; `lengths` are [bags], or [F * B] with `keys`."""
-        ...
 
 
 class _Turns:
@@ -65,7 +60,14 @@ def enroll(module: Traced) -> int:
 
 
 def traced_lookup(
-    module: Traced, values: Tensor, lengths: Tensor | None, weights: Tensor | None, keys: Sequence[str] | None = None
+    module: Traced,
+    values: Tensor,
+    lengths: Tensor | None,
+    weights: Tensor | None,
+    columns: Sequence[int],
+    keys: Sequence[str] | None = None,
+    pooled: bool = True,
+    indices: bool = False,
 ) -> list[Tensor]:
     """The outputs of a lookup, float32, then the module's output keys, int64, as part of a graph.
 
@@ -73,6 +75,9 @@ def traced_lookup(
         values: ids of any shape; of bags, or of features, [n].
         lengths: of bags [B]; of features [F * B], with their names as `keys`; None: every id's row is asked for.
         weights: float32 [n], may require a gradient.
+        columns: of every output.
+        pooled: of features: whether outputs have a row for each sample, or one for each id.
+        indices: whether the module has output keys.
     """
     train_weights = weights is not None and weights.requires_grad
     found: list[Tensor] = torch.ops.nestpipe.look_up(
@@ -83,6 +88,9 @@ def traced_lookup(
         _turns.last,
         None if keys is None else "\0".join(keys),  # lists of strings confuse torch's rules for gradients
         module.lookup_number,
+        list(columns),
+        pooled,
+        indices,
         torch.is_grad_enabled(),
         train_weights,
         module.output_device,
@@ -95,7 +103,7 @@ def traced_lookup(
     "nestpipe::look_up",
     mutates_args=(),
     schema="(Tensor values, Tensor? lengths, Tensor? weights, Tensor anchor, Tensor turn, str? keys, int module, "
-    "bool grad, bool train_weights, Device device) -> Tensor[]",
+    "int[] columns, bool pooled, bool indices, bool grad, bool train_weights, Device device) -> Tensor[]",
 )
 def _look_up(
     values: Tensor,
@@ -105,6 +113,9 @@ def _look_up(
     turn: Tensor,
     keys: str | None,
     module: int,
+    columns: Sequence[int],
+    pooled: bool,
+    indices: bool,
     grad: bool,
     train_weights: bool,
     device: torch.device,
@@ -128,11 +139,23 @@ def _(
     turn: Tensor,
     keys: str | None,
     module: int,
+    columns: Sequence[int],
+    pooled: bool,
+    indices: bool,
     grad: bool,
     train_weights: bool,
     device: torch.device,
 ) -> list[Tensor]:
-    outputs: list[Tensor] = _modules[module].empty_outputs(values, lengths, _names(keys), device)
+    if lengths is None:
+        rows: list[Any] = [values.numel()]
+    elif keys is None:
+        rows = [lengths.numel()]
+    elif pooled:
+        rows = [lengths.numel() // len(_names(keys))]
+    else:  # whatever turns out
+        rows = [torch.library.get_ctx().new_dynamic_size() for _ in columns]
+    outputs = [torch.empty((n, dim), dtype=torch.float32, device=device) for n, dim in zip(rows, columns)]
+    outputs += [torch.empty(n, dtype=torch.int64) for n in (rows if indices else ())]
     return [torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), *outputs]
 
 
@@ -162,7 +185,7 @@ def _(grads: Sequence[Tensor], ticket: Tensor, weights: Tensor | None) -> tuple[
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    weights, train_weights = inputs[2], inputs[8]
+    weights, train_weights = inputs[2], inputs[-2]
     ctx.save_for_backward(output[0], weights if train_weights else None)
     ctx.is_output = [tensor.is_floating_point() for tensor in output]
 
@@ -172,7 +195,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     outputs = [grad for grad, is_output in zip(grads, ctx.is_output) if is_output]
     of_anchor, of_weights = torch.ops.nestpipe.look_up_backward(outputs, ticket, weights)
     of_weights = of_weights if weights is not None else None
-    return None, None, of_weights, of_anchor, None, None, None, None, None, None
+    return None, None, of_weights, of_anchor, *(None,) * 9
 
 
 _look_up.register_autograd(_backward, setup_context=_keep)

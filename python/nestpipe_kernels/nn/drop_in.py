@@ -277,16 +277,10 @@ class TableModule(Collection):
 
     def _traced(self, features: Any) -> Tensor:
         if isinstance(features, Tensor):
-            rows = traced_lookup(self, features, None, None)[0]
+            rows = traced_lookup(self, features, None, None, [self.embedding_dim])[0]
             return rows.view(*features.shape, self.embedding_dim)
-        return traced_lookup(self, features.values(), features.lengths(), features.weights_or_none())[0]
-
-    def empty_outputs(
-        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
-    ) -> list[Tensor]:
-        """One matrix: a row for every id, or bag; see nn/compiled.py."""
-        number = (values if lengths is None else lengths).numel()
-        return [torch.empty((number, self.embedding_dim), dtype=torch.float32, device=device)]
+        lengths, weights = features.lengths(), features.weights_or_none()
+        return traced_lookup(self, features.values(), lengths, weights, [self.embedding_dim])[0]
 
     def plan_call(self, features: Any) -> LookupCall:
         """Check an input and describe its lookup; changes nothing. Raises IndexError, TypeError or ValueError."""

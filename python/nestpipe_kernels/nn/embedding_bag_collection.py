@@ -86,17 +86,10 @@ class EmbeddingBagCollection(Collection):
 
     def _traced(self, features: Any) -> KeyedTensor:
         weights = features.weights_or_none()
-        outputs = traced_lookup(self, features.values(), features.lengths(), weights, features.keys())
+        columns = [sum(self._layout.output_dims)]
+        outputs = traced_lookup(self, features.values(), features.lengths(), weights, columns, features.keys())
         keyed: KeyedTensor = self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])
         return keyed
-
-    def empty_outputs(
-        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
-    ) -> list[Tensor]:
-        """One matrix; see nn/compiled.py."""
-        assert lengths is not None
-        size = (lengths.shape[0] // len(keys), sum(self._layout.output_dims))
-        return [torch.empty(size, dtype=torch.float32, device=device)]
 
     def _finish(self, batch: CallInput, outputs: Sequence[Tensor]) -> Any:
         return self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])

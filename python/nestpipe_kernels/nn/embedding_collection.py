@@ -91,7 +91,8 @@ class EmbeddingCollection(Collection):
 
     def _traced(self, features: Any) -> dict[str, JaggedTensor]:
         keys, values, lengths = features.keys(), features.values(), features.lengths()
-        outputs = traced_lookup(self, values, lengths, None, keys)
+        columns = self._layout.output_dims
+        outputs = traced_lookup(self, values, lengths, None, columns, keys, pooled=False, indices=self._need_indices)
         by_key = lengths.view(len(keys), -1)
         result: dict[str, JaggedTensor] = {}
         for index, segment in enumerate(self._layout.segments):
@@ -101,15 +102,6 @@ class EmbeddingCollection(Collection):
                 lengths=by_key[keys.index(segment.feature)],
             )
         return result
-
-    def empty_outputs(
-        self, values: Tensor, lengths: Tensor | None, keys: Sequence[str], device: torch.device
-    ) -> list[Tensor]:
-        """A matrix for each output, of as many rows as turn out, then their keys; see nn/compiled.py."""
-        dims = self._layout.output_dims
-        numbers = [torch.library.get_ctx().new_dynamic_size() for _ in dims]
-        rows = [torch.empty((n, dim), dtype=torch.float32, device=device) for n, dim in zip(numbers, dims)]
-        return rows + [torch.empty(n, dtype=torch.int64) for n in (numbers if self._need_indices else ())]
 
     def output_keys(self, features: Any) -> list[Tensor]:
         """With `need_indices`, the keys of every output."""
