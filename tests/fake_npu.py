@@ -443,6 +443,15 @@ def install() -> None:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
         return NpuTensor.make(_rubbish(size, stride, dtype or torch.get_default_dtype()))
 
+    def arange(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+        made = torch.arange(start, end, step, dtype=dtype)
+        result = _rubbish(made.shape, made.stride(), made.dtype)
+        current_stream().enter(lambda: result.copy_(made))
+        return NpuTensor.make(result)
+
+    library.impl("arange", lambda end, **how: arange(0, end, **how), "PrivateUse1")
+    library.impl("arange.start", arange, "PrivateUse1")
+    library.impl("arange.start_step", arange, "PrivateUse1")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", lambda source, target, late=False: _copy(target, source, late), "PrivateUse1")

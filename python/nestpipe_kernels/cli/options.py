@@ -57,6 +57,7 @@ class TrainOptions:
     balance: str = "samples"
     owner_pooling: bool | Literal["auto"] | tuple[str, ...] = False
     sparse_groups: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.compare and self.checkpoint is not None:
@@ -152,6 +153,11 @@ def add_train(commands: Any) -> None:
     )
     how = parser.add_argument_group("how to train")
     how.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks to start on this machine (1)")
+    how.add_argument(
+        "--device", metavar="DEVICE", default="cpu",
+        help="of the dense model and the rows of a batch: cpu (default), cuda, cuda:1, npu; several ranks take one "
+        "each",
+    )  # fmt: skip
     how.add_argument("--schedule", choices=SCHEDULE_NAMES, default="nested", help="nested (default) and others")
     how.add_argument(
         "--micro-batches", type=_micro_batches, default=4, metavar="N", help="parts of a batch, or auto (4)"

@@ -51,10 +51,10 @@ def take_snapshot(model: torch.nn.Module, dense_optimizer: torch.optim.Optimizer
             for number, spec in enumerate(store.tables):
                 tables[f"{module_name}.{spec.name}"] = _table_rows(store, number)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    dense = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    dense = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     for parameter, state in dense_optimizer.state.items():
         for key, value in state.items():
-            dense[f"{names[id(parameter)]}, optimizer state {key}"] = torch.as_tensor(value).detach().clone()
+            dense[f"{names[id(parameter)]}, optimizer state {key}"] = torch.as_tensor(value).detach().cpu().clone()
     return Snapshot(tables, dense)
 
 

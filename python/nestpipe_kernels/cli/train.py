@@ -22,6 +22,7 @@ from nestpipe_kernels.cli.training import TrainingRun, train_once
 from nestpipe_kernels.comm import SparseGroups
 from nestpipe_kernels.config import launched_ranks, process_environment
 from nestpipe_kernels.data import Batch, Dataset, SyntheticConfig, TableSchema, batches, open_data
+from nestpipe_kernels.device import backend_for
 from nestpipe_kernels.errors import NestPipeError
 from nestpipe_kernels.launch import init_rank, run_ranks
 from nestpipe_kernels.launch.machine import facts
@@ -63,8 +64,26 @@ def train(options: TrainOptions, arguments: Sequence[str]) -> int:
         remove_empty(made)
 
 
+def _checked_device(name: str) -> torch.device:
+    """Raises ValueError for one that cannot be used."""
+    try:
+        return backend_for(name).device
+    except RuntimeError as error:
+        raise ValueError(f"--device: {error}") from error
+
+
+def _this_device(options: TrainOptions) -> torch.device:
+    """The device that this rank trains on, made the current one. Raises ValueError."""
+    name, number = options.device, process_environment().get("LOCAL_RANK", "")
+    device = _checked_device(f"{name}:{number}" if number and name in ("cuda", "npu") else name)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    return device
+
+
 def _start(options: TrainOptions, arguments: Sequence[str], launched: bool) -> int:
     if options.nproc > 1 and not launched:
+        _checked_device(options.device)
         dataset = _open(options)  # bad data is one error here, not one of each rank
         _check_size(dataset, options.nproc)
         _check_features(options, dataset)
@@ -154,6 +173,7 @@ def _num_steps(options: TrainOptions, dataset: Dataset, world_size: int) -> int:
 
 
 def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
+    device = _this_device(options)
     dataset = _open(options)
     _check_size(dataset, world_size)
     _check_features(options, dataset)
@@ -185,7 +205,7 @@ def _train_as(rank: int, world_size: int, options: TrainOptions) -> None:
             seed=options.seed,
             embedding_dim=options.dim,
             sparse_groups=options.sparse_groups,
-        )
+        ).to(device)
         source: Iterable[Batch] = itertools.islice(stream, steps) if drawn is None else drawn
         if checkpoints is not None:
             source = stream

@@ -172,7 +172,7 @@ def train_once(
         spans = pipeline.timeline.to_events()
         return TrainingRun(
             schedule,
-            torch.stack(losses) if losses else torch.zeros(0),
+            torch.stack(losses).cpu() if losses else torch.zeros(0),
             summarize(_settled(spans) if options.micro_batches == "auto" else spans),
             spans,
             seconds,

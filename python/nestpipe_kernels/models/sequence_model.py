@@ -176,30 +176,31 @@ class SequenceModel(nn.Module):
         """See the class."""
         rows = self.embedding_collection(batch.sparse)
         sequence, target, candidates = (rows[name] for name in ("sequence", "target", "candidates"))
-        keys = {name: batch.sparse[name].values() for name in ("target", "candidates")}
-        sequences = Sequences.timed(sequence.lengths(), batch.times.values())
         hidden = sequence.values()
+        device = hidden.device  # integers of a batch stay on the host
+        keys = {name: batch.sparse[name].values().to(device) for name in ("target", "candidates")}
+        ahead, offered = target.lengths().to(device), candidates.lengths().to(device)
+        sequences = Sequences.timed(sequence.lengths().to(device), batch.times.values().to(device))
         for layer in self.layers:
             hidden = layer(hidden, sequences)
-        hidden, sample = _last_places(hidden, sequences, sequence.lengths(), target.lengths())
-        with torch.autocast(hidden.device.type, enabled=False):  # target and candidates are scored alike
+        hidden, sample = _last_places(hidden, sequences, sequence.lengths().to(device), ahead)
+        with torch.autocast(device.type, enabled=False):  # target and candidates are scored alike
             hidden = functional.normalize(hidden.float(), dim=-1, eps=1e-6)
             wanted = functional.normalize(target.values().float(), dim=-1, eps=1e-6)
             others = functional.normalize(candidates.values().float(), dim=-1, eps=1e-6)
             right = (hidden * wanted).sum(-1) / _TEMPERATURE
-            choices = Padding.of(candidates.lengths())
+            choices = Padding.of(offered)
             scores = _scores(hidden, sample, others, choices) / _TEMPERATURE
-            behind_end = torch.arange(choices.length, device=hidden.device) >= candidates.lengths()[:, None]
+            behind_end = torch.arange(choices.length, device=device) >= offered[:, None]
             told = choices.pad(keys["candidates"])[sample] == keys["target"][:, None]
             scores = scores.masked_fill(told | behind_end[sample], -torch.inf)
-            losses = functional.cross_entropy(
-                torch.cat([right[:, None], scores], 1), torch.zeros(len(right), dtype=torch.int64), reduction="none"
-            )
-        size, count = sequences.size, target.lengths().to(torch.int64)
+            first = torch.zeros(len(right), dtype=torch.int64, device=device)
+            losses = functional.cross_entropy(torch.cat([right[:, None], scores], 1), first, reduction="none")
+        size, count = sequences.size, ahead.to(torch.int64)
         if not self.training:
             return losses.mean(), ranks_of(right, scores), float(len(losses))
-        per_sample = torch.zeros(size, dtype=losses.dtype).index_add(0, sample, losses.detach()) / count.clamp(min=1)
-        return losses.mean(), (per_sample, count), float(len(losses))
+        sums = torch.zeros(size, dtype=losses.dtype, device=device).index_add(0, sample, losses.detach())
+        return losses.mean(), (sums / count.clamp(min=1), count), float(len(losses))
 
 
 def ranks_of(right: Tensor, scores: Tensor) -> Tensor:
