@@ -19,6 +19,7 @@ template <int kWidth>
 __device__ __forceinline__ bool is_finite_here(const Rows& rows, std::int64_t row) {
   constexpr std::int32_t kInfinity = 0x7F800000;
   bool finite = true;
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
     float values[kWidth];
     load_unit<kWidth>(rows.data + row * rows.stride, unit, values);

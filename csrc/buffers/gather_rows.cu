@@ -26,6 +26,7 @@ __global__ void gather_words(GatherRows a, ChosenRows chosen) {
   const float* from = a.rows + row * a.row_stride;
   float* to = a.out + j * a.out_stride;
   const std::int64_t words = embedding_words(a.data_type, a.dim);
+  NESTPIPE_ROLLED
   for (std::int64_t word = threadIdx.x; word < words; word += blockDim.x) {
     if (a.data_type == DataType::kFloat32) {
       to[word] = from[word];
@@ -47,6 +48,7 @@ __global__ void gather_vectors(GatherRows a, ChosenRows chosen) {
   const uint4* from = reinterpret_cast<const uint4*>(a.rows + row * a.row_stride);
   uint4* to = reinterpret_cast<uint4*>(a.out + j * a.out_stride);
   const std::int64_t vectors = embedding_words(a.data_type, a.dim) / kFloatsPerVector;
+  NESTPIPE_ROLLED
   for (std::int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
     const uint4 words = from[vector];
     if (a.data_type == DataType::kFloat32) {

@@ -16,6 +16,7 @@ __global__ void sync_rows(RowSync a, ChosenRows sources, ChosenRows targets) {
   const Unit* from = reinterpret_cast<const Unit*>(a.source + source_row * a.row_floats);
   Unit* to = reinterpret_cast<Unit*>(a.target + target_row * a.row_floats);
   const std::int64_t units = a.row_floats * sizeof(float) / sizeof(Unit);
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < units; unit += blockDim.x) to[unit] = from[unit];
 }
 

@@ -31,6 +31,7 @@ __global__ void change_rows(ScatterRows a, ChosenRows chosen) {
   Unit* to = reinterpret_cast<Unit*>(a.target + row * a.target_stride);
   const Unit* from = reinterpret_cast<const Unit*>(a.source + j * a.source_stride);
   const std::int64_t units = a.dim * sizeof(float) / sizeof(Unit);
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < units; unit += blockDim.x) {
     Change::apply(to[unit], a.source == nullptr ? Unit{} : from[unit]);
   }

@@ -20,6 +20,7 @@ __global__ void take(TakeRows a, ChosenRows chosen) {
   float* const from = a.matrix + row * a.stride;
   const float zeros[kWidth] = {};
   int largest = 0;
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < a.dim / kWidth; unit += blockDim.x) {
     float values[kWidth];
     load_unit<kWidth>(from, unit, values);

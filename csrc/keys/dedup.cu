@@ -60,6 +60,7 @@ __device__ __forceinline__ bool is_first(const Work& work, std::int64_t position
 
 __global__ void count_first(Work work, std::int64_t size) {
   int count = 0, total = 0;
+  NESTPIPE_ROLLED
   for (std::int64_t i = first_item(); i < first_item() + kScanItems && i < size; ++i) {
     count += is_first(work, i) ? 1 : 0;
   }

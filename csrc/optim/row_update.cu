@@ -83,6 +83,7 @@ struct Row {
   template <int kColumns, int kWrites, int kSums, typename Body>
   __device__ __forceinline__ void pass(float* sums, const Body& body) const {
     float parts[kSums > 0 ? kSums : 1][kWidth] = {};
+    NESTPIPE_ROLLED
     for (std::int64_t unit = threadIdx.x; unit < dim / kWidth; unit += blockDim.x) {
       float p[kWidth], first[kWidth] = {}, second[kWidth] = {}, g[kWidth];
       load(unit, p);

@@ -114,6 +114,7 @@ __global__ void find_winners(RowMatrix rows, PoolBags bags, Work work) {
   const PoolSegment segment = segment_of(bags, bag);
   if (!has_mode(segment, PoolMode::kMax) || segment.matrix == nullptr) return;
   const std::int64_t line = segment.first_maxima + bag - segment.first_bag;
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
     float maxima[kWidth] = {};
     std::int32_t who[kWidth];
@@ -201,6 +202,7 @@ __global__ void sum_hot_blocks(Work work, std::int64_t num_rows, std::int64_t di
   const std::int64_t begin = first + (block - work.hot[u]) * kGradientBlock;
   const std::int64_t last = first + work.counts[u];
   const std::int64_t end = begin + kGradientBlock < last ? begin + kGradientBlock : last;
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < dim / kWidth; unit += blockDim.x) {
     float sum[kWidth] = {};
     add_sources<kWidth>(work, begin, end, unit, dim, sum);
@@ -214,6 +216,7 @@ __global__ void add_rows(Work work, std::int64_t num_rows, std::int64_t dim, flo
   if (u >= num_rows || work.counts[u] == 0) return;
   const std::int64_t begin = work.starts[u], end = begin + work.counts[u];
   float* const target = accumulator + u * dim;
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < dim / kWidth; unit += blockDim.x) {
     float sum[kWidth] = {}, before[kWidth];
     if (work.counts[u] <= kGradientBlock) {

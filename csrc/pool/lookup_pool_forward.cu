@@ -69,6 +69,7 @@ __global__ void pool_bags(RowMatrix rows, PoolBags bags, std::int64_t* bad_posit
   const std::int64_t bag = chosen_position();
   if (bag >= bags.num_bags) return;
   const PoolSegment segment = segment_of(bags, bag);
+  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
     pool_unit<kWidth>(rows, bags, segment, bag, unit, bad_position);
   }
@@ -87,6 +88,7 @@ __global__ void weight_gradients(RowMatrix rows, PoolBags bags, float* weight_gr
     const float* const grad = segment.matrix + (bag - segment.first_bag) * segment.stride;
     const float* const row = rows.data + slot * rows.stride;
     float parts[kWidth] = {};
+    NESTPIPE_ROLLED
     for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
       float g[kWidth], r[kWidth];
       load_unit<kWidth>(grad, unit, g);

@@ -81,6 +81,7 @@ __global__ void list_candidates(StoreView store, RowPlaces places, std::int64_t 
       rule.rule == static_cast<int>(EvictionKind::kTtl) && batch % rule.interval == 0;
   const std::int64_t num_rows = store.state->num_rows;
   const std::int64_t lane = threadIdx.x % kWarpSize;
+  NESTPIPE_ROLLED
   for (std::int64_t r = global_thread(); r - lane < num_rows; r += all_threads()) {
     bool stays = r >= num_rows || is_free(store, r);
     bool expired = false;
@@ -145,6 +146,7 @@ __global__ void count_digits(StoreView store, RowPlaces places, EvictWork work, 
   CountShared& shared = shared_memory<CountShared>();
   store_racing(&shared.counts[threadIdx.x], 0u);
   __syncthreads();
+  NESTPIPE_ROLLED
   for (std::int64_t i = global_thread(); i < s->num_candidates; i += all_threads()) {
     const Rank rank = rank_of(store, *places.record_of(work.candidates[i]));
     bool equal = true;
@@ -197,6 +199,7 @@ __global__ void depart(StoreView store, RowPlaces places, EvictWork work, Device
   const Selection& s = *work.selection;
   if (store.state->num_chosen == 0) return;
   const std::int64_t lane = threadIdx.x % kWarpSize;
+  NESTPIPE_ROLLED
   for (std::int64_t i = global_thread(); i - lane < s.num_candidates; i += all_threads()) {
     std::int32_t table = 0;
     bool goes = i < s.num_candidates;

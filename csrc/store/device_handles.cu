@@ -39,6 +39,7 @@ __global__ void read_rows(StoreView store, RowPlaces places, DeviceHandles rows,
   const std::int64_t handle = rows.handles[j];
   if (handle >= 0 && handle < store.state->num_rows) {
     const float* const row = places.row(static_cast<std::uint32_t>(handle));
+    NESTPIPE_ROLLED
     for (std::int64_t v = threadIdx.x; v < shape.row_floats / kFloats; v += blockDim.x) {
       reinterpret_cast<float4*>(target)[v] = used_words(row, v, used);
     }
@@ -48,6 +49,7 @@ __global__ void read_rows(StoreView store, RowPlaces places, DeviceHandles rows,
   const bool known = table >= 0 && table < store.num_tables;
   if (threadIdx.x == 0 && handle != -1) add(&store.state->bad_handles, 1);
   if (threadIdx.x == 0 && !known) add(&store.state->bad_tables, 1);
+  NESTPIPE_ROLLED
   for (std::int64_t word = threadIdx.x; word < shape.row_floats; word += blockDim.x) {
     target[word] = known ? initial_word(store, store.tables[table], true, in.keys[j], word) : 0.0f;
   }
@@ -64,6 +66,7 @@ __global__ void write_rows(StoreView store, RowPlaces places, DeviceHandles rows
   }
   float* const row = places.row(static_cast<std::uint32_t>(handle));
   const float* const from = values + j * store.shape.row_floats;
+  NESTPIPE_ROLLED
   for (std::int64_t v = threadIdx.x; v * kFloats < used; v += blockDim.x) {
     reinterpret_cast<float4*>(row)[v] = used_words(from, v, used);
   }
@@ -81,6 +84,7 @@ __global__ void write_embeddings(StoreView store, RowPlaces places, DeviceHandle
   const RowShape& shape = store.shape;
   float* const row = places.row(static_cast<std::uint32_t>(handle));
   const float* const from = values + j * shape.dim;
+  NESTPIPE_ROLLED
   for (std::int64_t word = threadIdx.x; word < shape.embedding_words; word += blockDim.x) {
     if (shape.data_type == DataType::kFloat32) {
       row[word] = from[word];

@@ -144,6 +144,7 @@ __global__ void write_new(StoreView store, RowPlaces places, DeviceKeys in, Miss
       rank < num_free ? rows.free_rows[rank]
                       : static_cast<std::uint32_t>(store.state->num_rows + rank - num_free);
   float* const row = places.row(number);
+  NESTPIPE_ROLLED
   for (std::int64_t word = lane; word < places.record; word += kWarpSize) {
     row[word] = initial_word(store, store.tables[table], false, key, word);
   }

@@ -14,6 +14,10 @@
 #include <stdexcept>
 #include <string>
 
+// Before a loop that most lanes run once or not at all. The compiler unrolls such loops for sm_100
+// alone, to up to 7 times the code.
+#define NESTPIPE_ROLLED _Pragma("unroll 1")
+
 namespace nestpipe {
 namespace cuda {
 
