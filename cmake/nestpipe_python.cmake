@@ -6,6 +6,8 @@ file(GLOB NESTPIPE_BINDINGS CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/
 # Without link-time optimisation: the bindings only hand pointers on, and it would triple the build time.
 pybind11_add_module(_core MODULE NO_EXTRAS ${NESTPIPE_BINDINGS})
 target_compile_options(_core PRIVATE -Os)
+target_link_options(_core PRIVATE -Wl,--gc-sections)
+set_target_properties(_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 target_link_libraries(_core PRIVATE nestpipe_core)
 install(TARGETS _core DESTINATION nestpipe_kernels)
 

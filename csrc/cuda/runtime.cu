@@ -1,5 +1,8 @@
 // Devices and the driver. A call of the runtime that fails leaves its error to the next caller, so
 // each error is taken.
+#include <stdexcept>
+#include <string>
+
 #include "nestpipe/cuda/platform.h"
 #include "nestpipe/cuda/runtime.h"
 
@@ -17,6 +20,13 @@ DriverState driver_state() {
   if (cudaRuntimeGetVersion(&state.built_version) != cudaSuccess) state.built_version = 0;
   cudaGetLastError();
   return state;
+}
+
+void check_launch() {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("CUDA: a kernel could not be started: ") +
+                           cudaGetErrorString(error));
 }
 
 OnDevice::OnDevice(int device) {

@@ -11,8 +11,8 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
-#include <stdexcept>
-#include <string>
+
+#include "nestpipe/cuda/runtime.h"
 
 // Before a loop that most lanes run once or not at all. The compiler unrolls such loops for sm_100
 // alone, to up to 7 times the code.
@@ -61,11 +61,7 @@ template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
             cudaStream_t stream, Arguments... arguments) {
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("CUDA: a kernel could not be started: ") +
-                             cudaGetErrorString(error));
-  }
+  check_launch();
 }
 
 }  // namespace cuda

@@ -19,6 +19,9 @@ struct DriverState {
 // Never fails, and leaves no error behind.
 DriverState driver_state();
 
+// Throws std::runtime_error if the kernel before could not be started.
+void check_launch();
+
 // Makes a device the calling thread's current one, until it goes out of scope. Throws
 // std::runtime_error where there is no such device.
 class OnDevice {
