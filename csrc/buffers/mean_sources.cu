@@ -42,7 +42,6 @@ __global__ void mean_rows(MeanSources a, ChosenRows chosen, std::int32_t limit) 
   const std::int64_t begin = a.starts[row], end = a.starts[row + 1];
   const float sources = static_cast<float>(a.num_sources);
   bool good = true;
-  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < a.dim / kWidth; unit += blockDim.x) {
     float sum[kWidth] = {};
     good &= add_entries<kWidth>(a, begin, end, unit, sum) <= limit;

@@ -5,10 +5,6 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-__device__ __forceinline__ std::int64_t first_item() {
-  return std::int64_t{blockIdx.x} * kScanTile + std::int64_t{threadIdx.x} * kScanItems;
-}
-
 __global__ void sum_tiles(const std::int32_t* values, std::int64_t size, std::int32_t* sums) {
   int sum = 0, total = 0;
   for (std::int64_t i = first_item(); i < first_item() + kScanItems; ++i) {

@@ -40,6 +40,11 @@ __device__ __forceinline__ int block_exclusive_sum(int value, ScanShared& shared
   return before_warp + up_to_here - value;
 }
 
+// The first of the items that this thread has where a block has a tile.
+__device__ __forceinline__ std::int64_t first_item() {
+  return std::int64_t{blockIdx.x} * kScanTile + std::int64_t{threadIdx.x} * kScanItems;
+}
+
 // Scratch of exclusive_sum: one sum per tile.
 inline std::int64_t scan_work_items(std::int64_t size) {
   return (size + kScanTile - 1) / kScanTile;

@@ -14,7 +14,6 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kDigits = 256;
 constexpr int kDigitBits = 8;
@@ -26,7 +25,7 @@ struct Entries {
   const std::int32_t* positions;  // [size]; null: 0, 1, 2, ...
 };
 
-struct Work {
+struct BucketizeWork {
   std::int32_t* buckets[2];
   std::int32_t* positions[2];
   std::int32_t* places;  // [kDigits, tiles]
@@ -42,8 +41,8 @@ int num_passes(std::int64_t num_buckets) {
   return passes;
 }
 
-Work lay_out(Carve& carve, std::int64_t size, std::int64_t num_buckets) {
-  Work work{};
+BucketizeWork lay_out_bucketize(Carve& carve, std::int64_t size, std::int64_t num_buckets) {
+  BucketizeWork work{};
   work.tiles = (size + kTile - 1) / kTile;
   work.passes = num_passes(num_buckets);
   const int buffers = work.passes - 1 < 2 ? work.passes - 1 : 2;
@@ -101,7 +100,7 @@ __device__ void rank_in_warp(const std::int32_t* buckets, std::int64_t begin, st
   }
 }
 
-__global__ void place_entries(Entries in, std::int64_t size, int shift, Work work,
+__global__ void place_entries(Entries in, std::int64_t size, int shift, BucketizeWork work,
                               std::int32_t* buckets_out, std::int32_t* positions_out,
                               std::int64_t* order) {
   WarpCounts& shared = shared_memory<WarpCounts>();
@@ -162,14 +161,14 @@ __global__ void count_buckets(const std::int32_t* buckets, std::int64_t size,
 
 std::size_t bucketize_work_bytes(std::int64_t size, std::int64_t num_buckets) {
   Carve carve(nullptr);
-  lay_out(carve, size, num_buckets);
+  lay_out_bucketize(carve, size, num_buckets);
   return carve.used();
 }
 
 void bucketize(const std::int32_t* buckets, std::int64_t size, std::int64_t num_buckets,
                void* work_memory, const BucketizeOutput& output, Stream stream) {
   Carve carve(work_memory);
-  const Work work = lay_out(carve, size, num_buckets);
+  const BucketizeWork work = lay_out_bucketize(carve, size, num_buckets);
   const dim3 threads(kThreads);
   launch(clear_counts, num_blocks(num_buckets + 1, kThreads), threads, 0, stream, num_buckets,
          output);

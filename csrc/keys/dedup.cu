@@ -13,9 +13,7 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
-struct Work {
+struct DedupWork {
   PairChains chains;          // next becomes the number of the pair once entries are found
   std::int32_t* entry;        // [size], of every position
   std::int32_t* tile_counts;  // [tiles], then the number of first positions before the tile
@@ -23,8 +21,8 @@ struct Work {
   std::int64_t tiles;
 };
 
-Work lay_out(Carve& carve, std::int64_t size) {
-  Work work{};
+DedupWork lay_out_dedup(Carve& carve, std::int64_t size) {
+  DedupWork work{};
   work.tiles = scan_work_items(size);
   work.chains = take_chains(carve, size);
   work.entry = carve.take<std::int32_t>(size);
@@ -33,34 +31,25 @@ Work lay_out(Carve& carve, std::int64_t size) {
   return work;
 }
 
-__device__ __forceinline__ std::int64_t global_thread() {
-  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-}
-
-__global__ void clear(Work work, std::int64_t size, std::int64_t* counts) {
+__global__ void clear_dedup(DedupWork work, std::int64_t size, std::int64_t* counts) {
   const std::int64_t i = global_thread();
   clear_chains(work.chains, i, size);
   if (i < size) counts[i] = 0;
 }
 
-__global__ void find_entries(KeyList input, Work work) {
+__global__ void find_entries(KeyList input, DedupWork work) {
   const std::int64_t position = global_thread();
   const unsigned active = __ballot_sync(kAllLanes, position < input.size);
   if (position >= input.size) return;
   work.entry[position] = enter_pair(input, work.chains, position, active);
 }
 
-__device__ __forceinline__ std::int64_t first_item() {
-  return std::int64_t{blockIdx.x} * kScanTile + std::int64_t{threadIdx.x} * kScanItems;
-}
-
-__device__ __forceinline__ bool is_first(const Work& work, std::int64_t position) {
+__device__ __forceinline__ bool is_first(const DedupWork& work, std::int64_t position) {
   return work.chains.first[work.entry[position]] == position;
 }
 
-__global__ void count_first(Work work, std::int64_t size) {
+__global__ void count_first(DedupWork work, std::int64_t size) {
   int count = 0, total = 0;
-  NESTPIPE_ROLLED
   for (std::int64_t i = first_item(); i < first_item() + kScanItems && i < size; ++i) {
     count += is_first(work, i) ? 1 : 0;
   }
@@ -68,7 +57,7 @@ __global__ void count_first(Work work, std::int64_t size) {
   if (threadIdx.x == 0) work.tile_counts[blockIdx.x] = total;
 }
 
-__global__ void number_first(Work work, std::int64_t size, std::int64_t* unique_index) {
+__global__ void number_first(DedupWork work, std::int64_t size, std::int64_t* unique_index) {
   unsigned marks = 0;
   int total = 0;
   for (int k = 0; k < kScanItems; ++k) {
@@ -85,7 +74,7 @@ __global__ void number_first(Work work, std::int64_t size, std::int64_t* unique_
   }
 }
 
-__global__ void write_inverse(Work work, std::int64_t size, std::int32_t* inverse,
+__global__ void write_inverse(DedupWork work, std::int64_t size, std::int32_t* inverse,
                               std::int64_t* counts) {
   const std::int64_t i = global_thread();
   const unsigned active = __ballot_sync(kAllLanes, i < size);
@@ -103,19 +92,19 @@ __global__ void write_inverse(Work work, std::int64_t size, std::int32_t* invers
 
 std::size_t dedup_work_bytes(std::int64_t size) {
   Carve carve(nullptr);
-  lay_out(carve, size);
+  lay_out_dedup(carve, size);
   return carve.used();
 }
 
 void dedup(const KeyList& input, void* work_memory, const DedupOutput& output, Stream stream) {
   Carve carve(work_memory);
-  const Work work = lay_out(carve, input.size);
+  const DedupWork work = lay_out_dedup(carve, input.size);
   const dim3 threads(kThreads), tile_threads(kScanThreads);
   const std::int64_t size = input.size;
   const std::size_t shared = sizeof(ScanShared);
   if (size > 0) {
     const unsigned blocks = num_blocks(size, kThreads), tiles = num_blocks(size, kScanTile);
-    launch(clear, num_blocks(work.chains.num_slots, kThreads), threads, 0, stream, work, size,
+    launch(clear_dedup, num_blocks(work.chains.num_slots, kThreads), threads, 0, stream, work, size,
            output.counts);
     launch(find_entries, blocks, threads, 0, stream, input, work);
     launch(count_first, tiles, tile_threads, shared, stream, work, size);

@@ -11,17 +11,15 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
-struct Work {
+struct IntersectWork {
   PairChains chains;
   std::int32_t* match;   // [b.size], positions of `a` or -1
   std::int32_t* places;  // [b.size], in the result
   std::int32_t* scan_work;
 };
 
-Work lay_out(Carve& carve, std::int64_t size_a, std::int64_t size_b) {
-  Work work{};
+IntersectWork lay_out_intersect(Carve& carve, std::int64_t size_a, std::int64_t size_b) {
+  IntersectWork work{};
   work.chains = take_chains(carve, size_a);
   work.match = carve.take<std::int32_t>(size_b);
   work.places = carve.take<std::int32_t>(size_b);
@@ -29,11 +27,7 @@ Work lay_out(Carve& carve, std::int64_t size_a, std::int64_t size_b) {
   return work;
 }
 
-__device__ __forceinline__ std::int64_t global_thread() {
-  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-}
-
-__global__ void clear(PairChains chains, std::int64_t size) {
+__global__ void clear_intersect(PairChains chains, std::int64_t size) {
   clear_chains(chains, global_thread(), size);
 }
 
@@ -43,7 +37,7 @@ __global__ void enter(KeyList a, PairChains chains) {
   if (i < a.size) enter_pair(a, chains, i, active);
 }
 
-__global__ void look_up(KeyList a, KeyList b, Work work) {
+__global__ void look_up(KeyList a, KeyList b, IntersectWork work) {
   const std::int64_t i = global_thread();
   if (i >= b.size) return;
   const int match = first_position(a, work.chains, b.keys[i], table_at(b, i));
@@ -51,7 +45,7 @@ __global__ void look_up(KeyList a, KeyList b, Work work) {
   work.places[i] = match >= 0 ? 1 : 0;
 }
 
-__global__ void list_hits(Work work, std::int64_t size, IntersectOutput output) {
+__global__ void list_hits(IntersectWork work, std::int64_t size, IntersectOutput output) {
   const std::int64_t i = global_thread();
   if (i >= size || work.match[i] < 0) return;
   output.index_a[work.places[i]] = work.match[i];
@@ -62,17 +56,17 @@ __global__ void list_hits(Work work, std::int64_t size, IntersectOutput output) 
 
 std::size_t intersect_work_bytes(std::int64_t size_a, std::int64_t size_b) {
   Carve carve(nullptr);
-  lay_out(carve, size_a, size_b);
+  lay_out_intersect(carve, size_a, size_b);
   return carve.used();
 }
 
 void intersect(const KeyList& a, const KeyList& b, void* work_memory, const IntersectOutput& output,
                Stream stream) {
   Carve carve(work_memory);
-  const Work work = lay_out(carve, a.size, b.size);
+  const IntersectWork work = lay_out_intersect(carve, a.size, b.size);
   const dim3 threads(kThreads);
-  launch(clear, num_blocks(work.chains.num_slots, kThreads), threads, 0, stream, work.chains,
-         a.size);
+  launch(clear_intersect, num_blocks(work.chains.num_slots, kThreads), threads, 0, stream,
+         work.chains, a.size);
   if (a.size > 0) {
     launch(enter, num_blocks(a.size, kThreads), threads, 0, stream, a, work.chains);
   }

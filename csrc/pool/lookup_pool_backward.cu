@@ -20,7 +20,6 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kSourcesAtOnce = 4;  // read before they are added
 constexpr std::int32_t kTimes = -1, kOver = -2;
 
@@ -31,7 +30,7 @@ struct alignas(16) Source {
   std::int32_t maxima;  // kTimes, kOver, or the bag's line in the table of winners
 };
 
-struct Work {
+struct BackwardWork {
   std::int32_t* buckets;     // [n]
   std::int32_t* bag_of;      // [n]
   std::int64_t* order;       // [n]
@@ -49,9 +48,10 @@ struct Work {
   std::int64_t most_hot;  // blocks: a row with more than one has fewer than two for each 1,024
 };
 
-Work lay_out(Carve& carve, const PoolBags& bags, std::int64_t num_rows, std::int64_t dim) {
+BackwardWork lay_out_backward(Carve& carve, const PoolBags& bags, std::int64_t num_rows,
+                              std::int64_t dim) {
   const std::int64_t n = bags.num_occurrences;
-  Work work{};
+  BackwardWork work{};
   work.most_hot = 2 * n / kGradientBlock;
   work.buckets = carve.take<std::int32_t>(n);
   work.bag_of = carve.take<std::int32_t>(n);
@@ -71,16 +71,12 @@ Work lay_out(Carve& carve, const PoolBags& bags, std::int64_t num_rows, std::int
   return work;
 }
 
-__device__ __forceinline__ std::int64_t global_thread() {
-  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-}
-
-__global__ void clear_counts(std::int32_t* counts, std::int64_t size) {
+__global__ void clear_bag_counts(std::int32_t* counts, std::int64_t size) {
   if (global_thread() < size) counts[global_thread()] = 0;
 }
 
 // The bucket of each occurrence, its bag, and how many occurrences bags have without padding.
-__global__ void find_bags(PoolBags bags, std::int64_t num_rows, Work work,
+__global__ void find_bags(PoolBags bags, std::int64_t num_rows, BackwardWork work,
                           std::int64_t* bad_position) {
   const std::int64_t j = global_thread();
   const unsigned active = __ballot_sync(kAllLanes, j < bags.num_occurrences);
@@ -96,7 +92,7 @@ __global__ void find_bags(PoolBags bags, std::int64_t num_rows, Work work,
   atomicAdd(work.bag_counts + bag, __popc(same));
 }
 
-__global__ void cut_rows(Work work, std::int64_t num_rows) {
+__global__ void cut_rows(BackwardWork work, std::int64_t num_rows) {
   const std::int64_t u = global_thread();
   if (u > num_rows) return;
   const std::int64_t count = work.counts[u];
@@ -108,13 +104,12 @@ __global__ void cut_rows(Work work, std::int64_t num_rows) {
 
 // Which occurrence supplied each element of a bag's maximum.
 template <int kWidth>
-__global__ void find_winners(RowMatrix rows, PoolBags bags, Work work) {
+__global__ void find_winners(RowMatrix rows, PoolBags bags, BackwardWork work) {
   const std::int64_t bag = chosen_position();
   if (bag >= bags.num_bags) return;
   const PoolSegment segment = segment_of(bags, bag);
   if (!has_mode(segment, PoolMode::kMax) || segment.matrix == nullptr) return;
   const std::int64_t line = segment.first_maxima + bag - segment.first_bag;
-  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
     float maxima[kWidth] = {};
     std::int32_t who[kWidth];
@@ -134,7 +129,7 @@ __global__ void find_winners(RowMatrix rows, PoolBags bags, Work work) {
   }
 }
 
-__global__ void make_sources(PoolBags bags, std::int64_t num_rows, Work work) {
+__global__ void make_sources(PoolBags bags, std::int64_t num_rows, BackwardWork work) {
   const std::int64_t i = global_thread();
   if (i >= bags.num_occurrences || i >= work.starts[num_rows]) return;
   const std::int64_t j = work.order[i];
@@ -157,7 +152,7 @@ __global__ void make_sources(PoolBags bags, std::int64_t num_rows, Work work) {
 }
 
 template <int kWidth>
-__device__ __forceinline__ void add_source(const Work& work, const Source& source,
+__device__ __forceinline__ void add_source(const BackwardWork& work, const Source& source,
                                            const float* values, std::int64_t at, std::int64_t dim,
                                            float* sum) {
   if (source.maxima >= 0) {
@@ -174,8 +169,9 @@ __device__ __forceinline__ void add_source(const Work& work, const Source& sourc
 // Adds sources [begin, end) to a unit of a sum that began at +0.0, so that adding +0.0 changes
 // nothing: what is 0, and what is beyond the end.
 template <int kWidth>
-__device__ __forceinline__ void add_sources(const Work& work, std::int64_t begin, std::int64_t end,
-                                            std::int64_t unit, std::int64_t dim, float* sum) {
+__device__ __forceinline__ void add_sources(const BackwardWork& work, std::int64_t begin,
+                                            std::int64_t end, std::int64_t unit, std::int64_t dim,
+                                            float* sum) {
   for (std::int64_t i = begin; i < end; i += kSourcesAtOnce) {
     Source sources[kSourcesAtOnce];
     float values[kSourcesAtOnce][kWidth] = {};
@@ -193,7 +189,7 @@ __device__ __forceinline__ void add_sources(const Work& work, std::int64_t begin
 
 // One block of a hot row for each group of lanes.
 template <int kWidth>
-__global__ void sum_hot_blocks(Work work, std::int64_t num_rows, std::int64_t dim) {
+__global__ void sum_hot_blocks(BackwardWork work, std::int64_t num_rows, std::int64_t dim) {
   const std::int64_t block = chosen_position();
   if (block >= work.hot[num_rows]) return;
   const std::int64_t u =
@@ -202,7 +198,6 @@ __global__ void sum_hot_blocks(Work work, std::int64_t num_rows, std::int64_t di
   const std::int64_t begin = first + (block - work.hot[u]) * kGradientBlock;
   const std::int64_t last = first + work.counts[u];
   const std::int64_t end = begin + kGradientBlock < last ? begin + kGradientBlock : last;
-  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < dim / kWidth; unit += blockDim.x) {
     float sum[kWidth] = {};
     add_sources<kWidth>(work, begin, end, unit, dim, sum);
@@ -211,12 +206,12 @@ __global__ void sum_hot_blocks(Work work, std::int64_t num_rows, std::int64_t di
 }
 
 template <int kWidth>
-__global__ void add_rows(Work work, std::int64_t num_rows, std::int64_t dim, float* accumulator) {
+__global__ void add_rows(BackwardWork work, std::int64_t num_rows, std::int64_t dim,
+                         float* accumulator) {
   const std::int64_t u = chosen_position();
   if (u >= num_rows || work.counts[u] == 0) return;
   const std::int64_t begin = work.starts[u], end = begin + work.counts[u];
   float* const target = accumulator + u * dim;
-  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < dim / kWidth; unit += blockDim.x) {
     float sum[kWidth] = {}, before[kWidth];
     if (work.counts[u] <= kGradientBlock) {
@@ -239,7 +234,7 @@ __global__ void add_rows(Work work, std::int64_t num_rows, std::int64_t dim, flo
 std::size_t lookup_pool_backward_work_bytes(const PoolBags& bags, std::int64_t num_rows,
                                             std::int64_t dim) {
   Carve carve(nullptr);
-  lay_out(carve, bags, num_rows, dim);
+  lay_out_backward(carve, bags, num_rows, dim);
   return carve.used();
 }
 
@@ -248,11 +243,11 @@ void lookup_pool_backward(const RowMatrix& rows, const PoolBags& bags, void* wor
   const std::int64_t n = bags.num_occurrences, num_rows = rows.num_rows, dim = rows.dim;
   if (n == 0 || dim == 0) return;
   Carve carve(work_memory);
-  const Work work = lay_out(carve, bags, num_rows, dim);
+  const BackwardWork work = lay_out_backward(carve, bags, num_rows, dim);
   const dim3 threads(kThreads);
   if (bags.has_means) {
-    launch(clear_counts, num_blocks(bags.num_bags, kThreads), threads, 0, stream, work.bag_counts,
-           bags.num_bags);
+    launch(clear_bag_counts, num_blocks(bags.num_bags, kThreads), threads, 0, stream,
+           work.bag_counts, bags.num_bags);
   }
   launch(find_bags, num_blocks(n, kThreads), threads, 0, stream, bags, num_rows, work,
          bad_position);

@@ -69,7 +69,6 @@ __global__ void pool_bags(RowMatrix rows, PoolBags bags, std::int64_t* bad_posit
   const std::int64_t bag = chosen_position();
   if (bag >= bags.num_bags) return;
   const PoolSegment segment = segment_of(bags, bag);
-  NESTPIPE_ROLLED
   for (std::int64_t unit = threadIdx.x; unit < rows.dim / kWidth; unit += blockDim.x) {
     pool_unit<kWidth>(rows, bags, segment, bag, unit, bad_position);
   }

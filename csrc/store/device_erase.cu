@@ -10,8 +10,8 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-__global__ void mark_rows(StoreView store, RowPlaces places, DeviceKeys in,
-                          std::uint32_t* numbers) {
+__global__ void mark_erased(StoreView store, RowPlaces places, DeviceKeys in,
+                            std::uint32_t* numbers) {
   const std::int64_t j = global_thread();
   if (j >= in.size) return;
   const std::int32_t table = in.tables[j];
@@ -59,7 +59,7 @@ void store_erase(const StoreView& store, const DeviceKeys& in, std::uint8_t* sta
   const RowPlaces places = places_of(store);
   auto* const numbers = static_cast<std::uint32_t*>(work);
   const unsigned blocks = num_blocks(in.size, kThreads);
-  launch(mark_rows, blocks, kThreads, 0, stream, store, places, in, numbers);
+  launch(mark_erased, blocks, kThreads, 0, stream, store, places, in, numbers);
   launch(answer_erased, blocks, kThreads, 0, stream, places, in, numbers, status);
   launch(erase_rows, blocks, kThreads, 0, stream, store, places, in, numbers, status);
 }

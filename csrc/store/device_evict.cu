@@ -13,7 +13,7 @@ namespace nestpipe {
 namespace cuda {
 namespace {
 
-constexpr int kWords = 3, kDigits = 8, kValues = 256;
+constexpr int kWords = 3, kDigitsOfWord = 8, kValues = 256;
 constexpr unsigned kMostBlocks = 2048;  // of kernels whose threads take several rows
 
 struct Selection {
@@ -30,7 +30,7 @@ struct EvictWork {
   std::uint32_t* candidates;  // row numbers, in no order
 };
 
-EvictWork lay_out(Carve& carve, std::int64_t num_rows) {
+EvictWork lay_out_evict(Carve& carve, std::int64_t num_rows) {
   EvictWork work{};
   work.selection = carve.take<Selection>(1);
   work.candidates = carve.take<std::uint32_t>(num_rows);
@@ -81,7 +81,6 @@ __global__ void list_candidates(StoreView store, RowPlaces places, std::int64_t 
       rule.rule == static_cast<int>(EvictionKind::kTtl) && batch % rule.interval == 0;
   const std::int64_t num_rows = store.state->num_rows;
   const std::int64_t lane = threadIdx.x % kWarpSize;
-  NESTPIPE_ROLLED
   for (std::int64_t r = global_thread(); r - lane < num_rows; r += all_threads()) {
     bool stays = r >= num_rows || is_free(store, r);
     bool expired = false;
@@ -139,14 +138,13 @@ struct CountShared {
   unsigned counts[kValues];
 };
 
-__global__ void count_digits(StoreView store, RowPlaces places, EvictWork work, int word,
-                             int digit) {
+__global__ void count_candidates(StoreView store, RowPlaces places, EvictWork work, int word,
+                                 int digit) {
   Selection* const s = work.selection;
   if (passes(*s, word, digit)) return;
   CountShared& shared = shared_memory<CountShared>();
   store_racing(&shared.counts[threadIdx.x], 0u);
   __syncthreads();
-  NESTPIPE_ROLLED
   for (std::int64_t i = global_thread(); i < s->num_candidates; i += all_threads()) {
     const Rank rank = rank_of(store, *places.record_of(work.candidates[i]));
     bool equal = true;
@@ -199,7 +197,6 @@ __global__ void depart(StoreView store, RowPlaces places, EvictWork work, Device
   const Selection& s = *work.selection;
   if (store.state->num_chosen == 0) return;
   const std::int64_t lane = threadIdx.x % kWarpSize;
-  NESTPIPE_ROLLED
   for (std::int64_t i = global_thread(); i - lane < s.num_candidates; i += all_threads()) {
     std::int32_t table = 0;
     bool goes = i < s.num_candidates;
@@ -251,7 +248,7 @@ unsigned some_blocks(std::int64_t size) {
 
 std::size_t store_evict_work_bytes(std::int64_t num_rows) {
   Carve carve(nullptr);
-  lay_out(carve, num_rows);
+  lay_out_evict(carve, num_rows);
   return carve.used();
 }
 
@@ -260,16 +257,16 @@ void store_evict(const StoreView& store, std::int64_t table, std::int64_t batch,
   if (num_rows == 0) return;
   static_assert(kThreads == kValues, "a thread counts a value");
   Carve carve(memory);
-  const EvictWork work = lay_out(carve, num_rows);
+  const EvictWork work = lay_out_evict(carve, num_rows);
   const RowPlaces places = places_of(store);
   const unsigned blocks = some_blocks(num_rows);
   launch(start_selection, 1, kThreads, 0, stream, work);
   launch(list_candidates, blocks, kThreads, 0, stream, store, places, table, batch, work);
   launch(plan_selection, 1, 1, 0, stream, store, table, work);
   for (int word = 0; word < kWords; ++word) {
-    for (int digit = kDigits - 1; digit >= 0; --digit) {
-      launch(count_digits, blocks, kThreads, sizeof(CountShared), stream, store, places, work, word,
-             digit);
+    for (int digit = kDigitsOfWord - 1; digit >= 0; --digit) {
+      launch(count_candidates, blocks, kThreads, sizeof(CountShared), stream, store, places, work,
+             word, digit);
       launch(choose_digit, 1, 1, 0, stream, work, word, digit);
     }
   }

@@ -52,7 +52,6 @@ __global__ void fill_absent(StoreView store, DeviceKeys in, const std::int64_t* 
     const std::int32_t of_table = __shfl_sync(kAllLanes, table, source);
     float* const row = out + (j - lane + source) * store.shape.dim;
     const bool known = of_table >= 0 && of_table < store.num_tables;
-    NESTPIPE_ROLLED
     for (std::int64_t word = lane; word < store.shape.embedding_words; word += kWarpSize) {
       const float value =
           known ? initial_word(store, store.tables[of_table], true, of_key, word) : 0.0f;

@@ -66,7 +66,6 @@ __global__ void write_rows(StoreView store, RowPlaces places, DeviceHandles rows
   }
   float* const row = places.row(static_cast<std::uint32_t>(handle));
   const float* const from = values + j * store.shape.row_floats;
-  NESTPIPE_ROLLED
   for (std::int64_t v = threadIdx.x; v * kFloats < used; v += blockDim.x) {
     reinterpret_cast<float4*>(row)[v] = used_words(from, v, used);
   }

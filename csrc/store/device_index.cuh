@@ -12,10 +12,6 @@ namespace cuda {
 constexpr int kCountShift = 24;  // of the count, in a bucket's last word
 constexpr std::uint32_t kMostCounted = 255;
 
-__device__ __forceinline__ std::int64_t global_thread() {
-  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-}
-
 __device__ __forceinline__ std::int64_t home_bucket(const DeviceIndex& index, std::uint64_t hash) {
   return static_cast<std::int64_t>(
       (std::uint64_t{group_of(hash)} * static_cast<std::uint64_t>(index.num_buckets)) >> 32);

@@ -24,7 +24,7 @@ struct NewRows {
   std::int64_t num_words;
 };
 
-NewRows lay_out(Carve& carve, const StoreView&, const InsertPlan& plan) {
+NewRows lay_out_insert(Carve& carve, const StoreView&, const InsertPlan& plan) {
   NewRows rows{};
   rows.num_words = plan.reuses ? (plan.num_rows + 31) / 32 : 0;
   rows.row = carve.take<std::uint32_t>(plan.num_new);
@@ -144,7 +144,6 @@ __global__ void write_new(StoreView store, RowPlaces places, DeviceKeys in, Miss
       rank < num_free ? rows.free_rows[rank]
                       : static_cast<std::uint32_t>(store.state->num_rows + rank - num_free);
   float* const row = places.row(number);
-  NESTPIPE_ROLLED
   for (std::int64_t word = lane; word < places.record; word += kWarpSize) {
     row[word] = initial_word(store, store.tables[table], false, key, word);
   }
@@ -201,7 +200,7 @@ __global__ void finish_missing(StoreView store, RowPlaces places, DeviceKeys in,
 
 std::size_t store_insert_work_bytes(const StoreView& store, const InsertPlan& plan) {
   Carve carve(nullptr);
-  lay_out(carve, store, plan);
+  lay_out_insert(carve, store, plan);
   return carve.used();
 }
 
@@ -210,7 +209,7 @@ void store_insert_missing(const StoreView& store, const DeviceKeys& in, const Us
                           void* work, Stream stream) {
   Carve missing_carve(missing_work), carve(work);
   const MissingKeys missing = lay_out_missing(missing_carve, in.size);
-  const NewRows rows = lay_out(carve, store, plan);
+  const NewRows rows = lay_out_insert(carve, store, plan);
   const RowPlaces places = places_of(store);
   if (in.size > 0) {
     launch(use_found, num_blocks(in.size, kThreads), kThreads, 0, stream, places, in, use, out);

@@ -9,7 +9,6 @@
 namespace nestpipe {
 namespace cuda {
 
-constexpr int kThreads = 256;
 constexpr int kRowsInFlight = 4;  // that a lane reads before it writes
 constexpr std::int64_t kFloatsPerSector = 8;
 

@@ -1,7 +1,7 @@
 """Registers, spills and wide accesses of compiled CUDA kernels, read by the tools that triton's wheel carries.
 
 python tests/triton/sass.py FILE...      of extensions, objects and cubins: a line for each kernel and processor;
-                                         1 where one spills, or a source of row kernels has no 128-bit loads
+                                         1 where one spills, or a kernel for aligned rows has no 128-bit accesses
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 __all__ = ["Kernel", "kernels_of", "main"]
 
-ROW_SOURCES = r"row|pool|sources"
-"""Sources (csrc/*/*.cu) of kernels that read rows. Each has a kernel for aligned rows; those for others read words."""
+ALIGNED = r"Li4E|(uint|float)4E|[vV]ectors"
+"""In names of kernels for aligned rows: a width of 4, or a type of 16 bytes. Those for others read words."""
 
 
 @dataclass
@@ -25,8 +25,6 @@ class Kernel:
     """One kernel for one processor."""
 
     name: str
-    source: str
-    """The .cu file's name without its ending, where the name tells."""
     arch: str
     registers: int
     stack_bytes: int
@@ -41,8 +39,7 @@ class Kernel:
     def __str__(self) -> str:
         return (
             f"{self.arch:7} {self.registers:4} registers {self.stack_bytes:4} B stack {self.spills:3} spills "
-            f"{self.wide_loads:3} LDG.128 {self.wide_stores:3} STG.128  "
-            f"{self.source}{': ' if self.source else ''}{self.name}"
+            f"{self.wide_loads:3} LDG.128 {self.wide_stores:3} STG.128  {self.name}"
         )
 
 
@@ -70,7 +67,7 @@ def _kernels_of_cubin(cubin: Path) -> Iterator[Kernel]:
         operations = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.a-z]*)", part, re.MULTILINE)
         registers, stack = resources[name]
         yield Kernel(
-            *_readable(name),
+            _readable(name),
             found,
             registers,
             stack,
@@ -81,13 +78,13 @@ def _kernels_of_cubin(cubin: Path) -> Iterator[Kernel]:
         )
 
 
-def _readable(name: str) -> tuple[str, str]:
-    """The kernel's own name and its source, from the name of a function in a namespace without one."""
-    found = re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_[0-9a-f]{8}(?:_\d+)?(\d+)(\D\w*)", name)
+def _readable(name: str) -> str:
+    """The kernel's own name and its template's arguments, from the name of a function in a namespace without one."""
+    found = re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}(?:_\d+)?(\d+)(\D\w*)", name)
     if found is None:
-        return name, ""
-    source, length, rest = found.groups()
-    return f"{rest[: int(length)]}{rest[int(length) :].split('Ev')[0]}", source
+        return name
+    length, rest = found.groups()
+    return f"{rest[: int(length)]}{rest[int(length) :].split('Ev')[0]}"
 
 
 def _run(tool: str, *arguments: str, cwd: str | None = None) -> str:
@@ -108,10 +105,11 @@ def main(paths: list[str]) -> int:
         for kernel in kernels:
             print(kernel)
         bad += [f"{kernel.name} ({kernel.arch}) spills" for kernel in kernels if kernel.spills]
-        for source, arch in sorted({(kernel.source, kernel.arch) for kernel in kernels}):
-            wide = any(k.wide_loads for k in kernels if (k.source, k.arch) == (source, arch))
-            if re.search(ROW_SOURCES, source) and not wide:
-                bad.append(f"{source} ({arch}) has no kernel with loads of 128 bits")
+        bad += [
+            f"{kernel.name} ({kernel.arch}) has no accesses of 128 bits"
+            for kernel in kernels
+            if re.search(ALIGNED, kernel.name) and not kernel.wide_loads + kernel.wide_stores
+        ]
     print("\n".join(bad), file=sys.stderr)
     return 1 if bad else 0
 

@@ -11,11 +11,12 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "nestpipe/cuda/runtime.h"
 
-// Before a loop that most lanes run once or not at all. The compiler unrolls such loops for sm_100
-// alone, to up to 7 times the code.
+// Before a loop over a row, which a lane runs once or a few times: for sm_100 alone the compiler
+// would unroll it, into up to seven times the code.
 #define NESTPIPE_ROLLED _Pragma("unroll 1")
 
 namespace nestpipe {
@@ -79,6 +80,12 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // Bits of the lanes before this one.
 __device__ __forceinline__ unsigned lanes_before(unsigned lane) { return (1u << lane) - 1u; }
+
+// Threads of a block where each thread has an item: the one of its number.
+constexpr int kThreads = 256;
+__device__ __forceinline__ std::int64_t global_thread() {
+  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+}
 
 // Blocks of `per_block` items that cover `size`.
 inline unsigned num_blocks(long long size, long long per_block) {
