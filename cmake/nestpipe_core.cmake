@@ -12,7 +12,8 @@ set_target_properties(nestpipe_core PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_
   CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 # No contraction to fused multiply-add: results must not depend on the instruction set. Neither errno nor floating-point traps are
 # used, and without them sqrt and selections vectorize; both leave every bit of a result as it is.
-target_compile_options(nestpipe_core PUBLIC -ffp-contract=off -fno-math-errno -fno-trapping-math -ffunction-sections -fdata-sections -Wall -Wextra -Werror)
+target_compile_options(nestpipe_core PUBLIC -ffp-contract=off -fno-math-errno -fno-trapping-math
+  -ffunction-sections -fdata-sections -Wall -Wextra -Werror)
 target_link_libraries(nestpipe_core PUBLIC Threads::Threads)
 if(NESTPIPE_SANITIZE)
   target_compile_options(nestpipe_core PUBLIC -fsanitize=${NESTPIPE_SANITIZE} -fno-omit-frame-pointer -g)
