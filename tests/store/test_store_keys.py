@@ -10,6 +10,7 @@ from stores import EXTREMES, StateOf, item_store, keys_of, table_zero, whole_row
 
 from nestpipe_kernels._native import core
 from nestpipe_kernels.errors import StoreFullError
+from nestpipe_kernels.init import Zeros
 from nestpipe_kernels.optim import RowWiseAdagrad
 from nestpipe_kernels.policy import LRU
 from nestpipe_kernels.store import EmbeddingStore
@@ -44,6 +45,15 @@ def test_fault_12_large_keys_keep_their_digits():
     assert store.find(keys_of(6221888200042590281))[1].tolist() == [ABSENT]
     with pytest.raises(TypeError, match=r"find_or_insert: keys must be int64, got float64 \(shape \[1\]\)"):
         store.find_or_insert(torch.tensor([6221888200042590280.0], dtype=torch.float64))
+
+
+def test_calls_without_keys_on_several_tables():
+    specs = [TableSpec(name, 4, Zeros(), 0) for name in "ab"]
+    store = EmbeddingStore(specs, dim=2, optimizer=StateOf())
+    for table in ("b", "a", "b"):
+        assert store.find_or_insert(keys_of(), table)[0].shape == (0, 2)
+    assert store.find_or_insert(keys_of(3), "a")[1].tolist() == [INSERTED]
+    assert store.find(keys_of(3), "b")[1].tolist() == [ABSENT]
 
 
 def test_repetitions_insert_once_and_count_each():

@@ -572,7 +572,7 @@ class EmbeddingStore(RowTransfer, PooledRows):
         keys = key_vector(operation, keys)
         check_bounds(operation, keys, self.tables[index])
         if len(self._same_table) < keys.numel() or int(self._same_table[0]) != index:
-            made = torch.full((keys.numel(),), index, dtype=INT32)
+            made = torch.full((max(keys.numel(), 1),), index, dtype=INT32)  # never empty: its first is asked for
             if keys.numel() > MAX_KEPT_TABLES:
                 return keys, made
             self._same_table = made
