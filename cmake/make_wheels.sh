@@ -16,9 +16,9 @@ else
 fi
 
 build() {
-  local python=$1 variant=$2 options=(-C cmake.define.NESTPIPE_CUDA=OFF)
-  [ "$variant" = cuda ] && options=(-C cmake.define.NESTPIPE_CUDA=ON -C wheel.build-tag=1cuda)
-  "$python" -m pip wheel -qq --no-deps "${options[@]}" -C build-dir="build/wheels/{wheel_tag}" -w "$folder" .
+  local python=$1 variant=$2 options=(--config-settings=cmake.define.NESTPIPE_CUDA=OFF)
+  [ "$variant" = cuda ] && options=(--config-settings=cmake.define.NESTPIPE_CUDA=ON --config-settings=wheel.build-tag=1cuda)
+  "$python" -m pip wheel -qq --no-deps "${options[@]}" --config-settings=build-dir="build/wheels/{wheel_tag}" -w "$folder" .
 }
 
 found=0
