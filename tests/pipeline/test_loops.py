@@ -35,6 +35,20 @@ def test_the_plain_loop():
     assert close(alike(OVERLAPPED), torch_loop())
 
 
+class Array:
+    """What a pipeline sees of an array of CuPy: it speaks DLPack, and tells nothing else."""
+
+    __slots__ = ("__dlpack__", "__dlpack_device__")
+
+    def __init__(self, tensor):
+        self.__dlpack__, self.__dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
+
+
+def test_arrays_in_batches_are_tensors_to_the_model():
+    batches = [{name: Array(tensor) for name, tensor in batch.items()} for batch in make_batches()]
+    assert same(alike(OVERLAPPED, batches=batches), alike())
+
+
 # ------------------------------------------------------------------------------------------- precision, compilation
 
 

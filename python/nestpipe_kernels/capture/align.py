@@ -247,7 +247,8 @@ class Aligner:
             return RepeatedTensor(a[0].detach().clone())
         raise Unaligned(
             f"{where} uses a tensor that differs between two batch sizes and was not made by recorded operations on "
-            f"the batch (but by numpy, or by torch.tensor(...) from numbers read out of the batch?)"
+            f"the batch (but by numpy, or by torch.tensor(...) from numbers read out of the batch? NumPy arrays of ids "
+            f"in a batch must be made tensors by the loader)"
         )
 
 

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestpipe_kernels.ops._arrays import as_tensor
 from nestpipe_kernels.types import JaggedLike, KeyedJaggedLike
 
 __all__ = [
     "Path",
     "Step",
+    "arrays_as_tensors",
     "children",
     "format_path",
     "is_jagged",
@@ -155,6 +157,18 @@ def rebuild(value: Any, new_children: list[Any]) -> Any:
         for name, child in zip(_attribute_names(value), new_children):
             object.__setattr__(result, name, child)
     return result
+
+
+def arrays_as_tensors(value: Any, parents: tuple[int, ...] = ()) -> Any:
+    """A batch with tensors in place of arrays that speak DLPack (CuPy's), of the same memory; NumPy's stay, as models
+    may want them so. The batch itself, where it has none. Raises TypeError as as_tensor."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value
+    if hasattr(value, "__dlpack__"):
+        return as_tensor(value)
+    parts = () if id(value) in parents else children(value) or ()
+    after = [arrays_as_tensors(child, (*parents, id(value))) for _, child in parts]
+    return rebuild(value, after) if any(new is not old for new, (_, old) in zip(after, parts)) else value
 
 
 def walk(value: Any, cycle: Callable[[Path], Exception], path: Path = ()) -> Iterator[tuple[Path, Any]]:

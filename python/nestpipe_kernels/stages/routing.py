@@ -78,7 +78,9 @@ def _take(rank: RankState, batch: BatchState, raw: Any, own: bool) -> None:
     """Note a batch and its size; `own`: nobody else writes its tensors. The first one with samples is captured: on the
     thread that runs the model, whoever calls this."""
     from ..capture.split import batch_size_of, check_size, split
+    from ..capture.tree import arrays_as_tensors
 
+    raw = arrays_as_tensors(raw)
     batch.size = batch_size_of(raw)
     if rank.split_batch is not None:
         check_size(raw, batch.size)
