@@ -224,7 +224,7 @@ def test_memory_of_compiled_code_is_copied():
     bags.lookup_context = kept = Kept()
     given = [torch.tensor([1, 2, 3]), torch.tensor([2, 1]), torch.tensor([0.5, 1.0, 2.0])]
     turn = torch.zeros(1, dtype=torch.int64)
-    rest = (bags.lookup_anchor, turn, None, bags.lookup_number, [4], True, False, True, False, torch.device("cpu"))
+    rest = (bags.lookup_anchor, turn, bags.lookup_number, None, [4], True, False, True, False, torch.device("cpu"))
     ticket, _, out = torch.ops.nestpipe.look_up(*given, *rest)
     grad = torch.arange(8.0).view(2, 4)
     torch.ops.nestpipe.look_up_backward([grad], ticket, None)
@@ -237,7 +237,8 @@ def test_memory_of_compiled_code_is_copied():
 def test_the_operators_keep_torchs_rules():
     """Schemas and shapes; gradients are compared above, since the tables are no arguments."""
     model = Lookups()
-    found = (torch.tensor([1, 2]), None, None, model.rows.lookup_anchor, torch.zeros(1, dtype=torch.int64), None)
-    arguments = (*found, model.rows.lookup_number, [4], True, False, True, False, torch.device("cpu"))
+    turn = torch.zeros(1, dtype=torch.int64)
+    found = (torch.tensor([1, 2]), None, None, model.rows.lookup_anchor, turn, model.rows.lookup_number)
+    arguments = (*found, None, [4], True, False, True, False, torch.device("cpu"))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.nestpipe.look_up.default, arguments, test_utils=tests)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nestpipe_kernels.comm import Communicator, SparseGroups, Topology, communicator_for
 from nestpipe_kernels.comm.topology import checked_groups
-from nestpipe_kernels.nn.compiled import enroll
+from nestpipe_kernels.nn.compiled import enroll, is_exporting, new_anchor
 from nestpipe_kernels.nn.configs import TableConfig, check_tables
 from nestpipe_kernels.nn.layout import Layout, make_layout
 from nestpipe_kernels.nn.optimizers import resolve_optimizers
@@ -114,7 +114,7 @@ class Collection(nn.Module):
         else:
             self._sparse = SparseTables(self._layout, seed, process_group, self._sparse_groups, self._outside_access)
             views = _TableViews(self._sparse)
-            self.lookup_anchor = torch.zeros(1, dtype=torch.float32, requires_grad=any(c.trainable for c in tables))
+            self.lookup_anchor, self.lookup_leaf = new_anchor(any(c.trainable for c in tables))
             self.lookup_number = enroll(self)
         setattr(self, self._tables_attribute, views)
 
@@ -193,7 +193,12 @@ class Collection(nn.Module):
         """
         if self._sparse is None:
             return self._forward_parameters(features)
-        if torch.compiler.is_dynamo_compiling():
+        if is_exporting():
+            raise TypeError(
+                f"{type(self).__name__}: torch.export cannot take along rows in stores; nk.revert(model) makes tables "
+                "that nk.convert replaced parameters again"
+            )
+        if torch.compiler.is_dynamo_compiling() and not isinstance(features, (list, tuple, dict)):  # which raise
             return self._traced(features)
         return self.answer(features)
 

@@ -276,11 +276,11 @@ class TableModule(Collection):
         return Collection.forward(self.table_module, features)
 
     def _traced(self, features: Any) -> Tensor:
+        dims = [self.embedding_dim]
         if isinstance(features, Tensor):
-            rows = traced_lookup(self, features, None, None, [self.embedding_dim])[0]
+            rows = traced_lookup(self, dims, features)[0]
             return rows.view(*features.shape, self.embedding_dim)
-        lengths, weights = features.lengths(), features.weights_or_none()
-        return traced_lookup(self, features.values(), lengths, weights, [self.embedding_dim])[0]
+        return traced_lookup(self, dims, features.values(), features.lengths(), features.weights_or_none())[0]
 
     def plan_call(self, features: Any) -> LookupCall:
         """Check an input and describe its lookup; changes nothing. Raises IndexError, TypeError or ValueError."""

@@ -85,9 +85,8 @@ class EmbeddingBagCollection(Collection):
         return self._is_weighted
 
     def _traced(self, features: Any) -> KeyedTensor:
-        weights = features.weights_or_none()
-        columns = [sum(self._layout.output_dims)]
-        outputs = traced_lookup(self, features.values(), features.lengths(), weights, columns, features.keys())
+        dims, weights = [sum(self._layout.output_dims)], features.weights_or_none()
+        outputs = traced_lookup(self, dims, features.values(), features.lengths(), weights, features.keys())
         keyed: KeyedTensor = self.output_class(self._layout.output_names, self._layout.output_dims, outputs[0])
         return keyed
 

@@ -90,9 +90,8 @@ class EmbeddingCollection(Collection):
         return None
 
     def _traced(self, features: Any) -> dict[str, JaggedTensor]:
-        keys, values, lengths = features.keys(), features.values(), features.lengths()
-        columns = self._layout.output_dims
-        outputs = traced_lookup(self, values, lengths, None, columns, keys, pooled=False, indices=self._need_indices)
+        keys, values, lengths, dims = features.keys(), features.values(), features.lengths(), self._layout.output_dims
+        outputs = traced_lookup(self, dims, values, lengths, None, keys, pooled=False, with_keys=self._need_indices)
         by_key = lengths.view(len(keys), -1)
         result: dict[str, JaggedTensor] = {}
         for index, segment in enumerate(self._layout.segments):

@@ -41,7 +41,8 @@ class TableWeight:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        name = getattr(function, "__name__", str(function))
+        traced = torch.compiler.is_dynamo_compiling()  # which knows no names of functions
+        name = "" if traced else getattr(function, "__name__", str(function))
         for one in written(name, args, given):
             if isinstance(one, TableWeight):
                 raise one._refused(name)

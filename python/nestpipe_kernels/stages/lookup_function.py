@@ -21,7 +21,7 @@ from nestpipe_kernels.ops.lookup_pool import pool_forward, pool_weight_grad
 from nestpipe_kernels.ops.on_device import place
 from nestpipe_kernels.types import InPlaceStore, LookupCall, StoreKeys, TableSpec
 
-__all__ = ["GradientSink", "KeyedRows", "PendingLookup", "StoredRows", "bare_answers", "run_lookup"]
+__all__ = ["GradientSink", "KeyedRows", "PendingLookup", "StoredRows", "bare_answers", "is_asked_for", "run_lookup"]
 
 GradientSink = Callable[[LookupCall, "list[list[Tensor | None]]"], None]
 """Receives the call and, per store and segment, the gradient of its bags float32 [bags, D]; None: no gradient."""
@@ -83,8 +83,8 @@ class PendingLookup:
                         out /= place(divisors, out)
         return outputs
 
-    def backward(self, grads: Sequence[Tensor | None], weights_need: bool) -> Tensor | None:
-        """Hands the segments' gradients on; returns that of the weights, if needed."""
+    def backward(self, grads: Sequence[Tensor | None], rows_need: bool, weights_need: bool) -> Tensor | None:
+        """Hands the segments' gradients on, if the rows' are asked for; returns that of the weights, if needed."""
         by_row = [None if grad is None else grad.contiguous() for grad in grads]
         per_store = [self._segments(store, by_row) for store in range(len(self.call.stores))]
         for keys, segments in zip(self.call.stores, per_store, strict=True):
@@ -93,7 +93,7 @@ class PendingLookup:
                 if divisors is not None and grad is not None:
                     segments[segment] = grad / place(divisors, grad)
         weight_grad = self._weight_grad(per_store) if weights_need else None
-        if any(any(flags) for flags in self.trainable):
+        if rows_need and any(any(flags) for flags in self.trainable):
             self.on_gradient(
                 self.call,
                 [
@@ -195,6 +195,14 @@ def run_lookup(
     return call.finish(outputs)
 
 
+def is_asked_for(leaf: Any) -> bool:
+    """Whether the backward that is running goes to that node, if any.
+
+    torch.autograd.grad and `inputs=` name the ends of theirs; nodes on the way are run as ever.
+    """
+    return leaf is None or torch._C._current_graph_task_id() == -1 or torch._C._will_engine_execute_node(leaf)
+
+
 def _divisors(keys: StoreKeys) -> list[Tensor | None]:
     """Per segment float32 [bags, 1], what divides its bags' sums; None where nothing does."""
     if keys.divisors is None:
@@ -214,8 +222,8 @@ class _LookupFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
         lookup: PendingLookup = ctx.lookup  # type: ignore[attr-defined]
-        weights_need: bool = ctx.needs_input_grad[2]  # type: ignore[attr-defined]
-        return None, None, lookup.backward(grads, weights_need)
+        anchor, weights_need = ctx.next_functions[0][0], ctx.needs_input_grad[2]  # type: ignore[attr-defined]
+        return None, None, lookup.backward(grads, is_asked_for(anchor), weights_need)
 
 
 def _trainable_segments(call: LookupCall, store: int, tables: Sequence[Sequence[TableSpec]] | None) -> list[bool]:
