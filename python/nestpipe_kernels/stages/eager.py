@@ -1,8 +1,9 @@
 """Modules without a pipeline: the same stages, run in place. Rows in forward, one update at the end of backward.
 
 Order of a step, alike on all ranks: forward of each call exchanges keys and rows; when backward is through, all calls
-that it reached are one list (in call order) whose gradients are exchanged and applied once. The step count of the
-module advances with every such update. Collectives happen in call order, so every rank must make the same calls, with
+of a module that it reached are one list (in call order) whose gradients are exchanged and applied once. Modules follow
+one another as their first calls did: compiled code reaches them otherwise, by the sizes on each rank. The step count of
+a module advances with every such update. Collectives happen in call order, so every rank must make the same calls, with
 empty inputs if it has no data.
 
 A process that owns all rows, in stores that can pool and update them in place, exchanges nothing (`local`).
@@ -14,7 +15,7 @@ they were; one whose backward fails does not: its rows stay, not updated.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,11 +37,15 @@ from .state import BatchState, RankState, bind_stores
 __all__ = ["EagerContext", "eager_context"]
 
 
+_orders = itertools.count()
+
+
 @dataclass
 class _Reached:
     """A call that backward has reached."""
 
     order: int
+    """Among all modules' calls."""
     call: LookupCall
     gradients: list[list[Tensor | None]]
     seen: Sequence[local.SeenRows] | None
@@ -49,10 +54,19 @@ class _Reached:
 
 @dataclass
 class _Backward:
-    """The calls that a backward has reached. Only what autograd runs at its end keeps it, so it goes with a backward
-    that fails."""
+    """The calls that a backward has reached, by module. Only what autograd runs at its end keeps it, so it goes with a
+    backward that fails."""
 
-    reached: list[_Reached]
+    reached: dict[EagerContext, list[_Reached]]
+
+    def finish(self) -> None:
+        """One update of every module."""
+        for context, reached in sorted(self.reached.items(), key=lambda entry: min(one.order for one in entry[1])):
+            context._finish(reached)
+
+
+_running: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+"""Those that have reached a call, by autograd's number."""
 
 
 class EagerContext:
@@ -70,9 +84,6 @@ class EagerContext:
         )
         self._name = name
         self._exchanges = 0
-        self._backward: weakref.ref[_Backward] | None = None
-        """The one that is running, once it has reached a call."""
-        self._calls = 0
         self._clock = 0
 
     @property
@@ -135,17 +146,16 @@ class EagerContext:
         seen: Sequence[local.SeenRows] | None,
     ) -> Any:
         """Pool the rows; a backward that reaches the outputs ends with an update."""
-        self._calls += 1
-        order = self._calls
+        order = next(_orders)
 
         def reached(which: LookupCall, grads: list[list[Tensor | None]]) -> None:
-            backward = self._backward() if self._backward is not None else None
+            number = torch._C._current_graph_task_id()
+            backward = _running.get(number)
             if backward is None:
                 refuse_scaled_backward()
-                backward = _Backward([])
-                self._backward = weakref.ref(backward)
-                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._finish, backward))
-            backward.reached.append(_Reached(order, which, grads, seen))
+                _running[number] = backward = _Backward({})
+                torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+            backward.reached.setdefault(self, []).append(_Reached(order, which, grads, seen))
 
         return run_lookup(call, rows, slots, reached, [list(b.store.tables) for b in self._rank.bindings])
 
@@ -188,10 +198,9 @@ class EagerContext:
         if batch.failure is not None and batch.failure.error is not None:
             raise batch.failure.error
 
-    def _finish(self, backward: _Backward) -> None:
+    def _finish(self, reached: list[_Reached]) -> None:
         """End of backward: gradients of every call that it reached, in call order, to the owners; one update."""
-        self._backward = None
-        reached = sorted(backward.reached, key=lambda entry: entry.order)
+        reached.sort(key=lambda entry: entry.order)
         with torch.no_grad():
             if len(reached) == 1 and reached[0].seen is not None and self._update_here(reached[0], reached[0].seen):
                 return
