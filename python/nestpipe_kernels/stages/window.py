@@ -147,8 +147,8 @@ class MicroContext:
         planned = self._micro.inputs.get(name, [])
         if torch._C._current_graph_task_id() != -1:
             raise CaptureError(
-                f"module {name!r} is called during backward (a lookup inside torch.utils.checkpoint?); its rows are at "
-                "hand anyway: call it outside and checkpoint what follows"
+                f"module {name!r} is called during backward (lookups inside torch.utils.checkpoint, or a compiler that "
+                "saves memory?); its rows are at hand anyway: call it outside and checkpoint what follows"
             )
         if call_index >= len(planned):
             raise CaptureError(
