@@ -272,8 +272,8 @@ def test_outputs_that_alias_a_buffer(monkeypatch):
     def forward(self):
         return tuple(scratch[: fresh.numel()].view_as(fresh).copy_(fresh) for fresh in original(self))
 
-    original = lookup_function._Lookup.forward
-    monkeypatch.setattr(lookup_function._Lookup, "forward", forward)
+    original = lookup_function.PendingLookup.forward
+    monkeypatch.setattr(lookup_function.PendingLookup, "forward", forward)
     assert any(changed())
 
 
