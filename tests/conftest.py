@@ -63,12 +63,13 @@ def _missing(in_ci: str, reason: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
-def emulated_objects(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> list[Path]:
+def emulated_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Object files of the extension of CUDA kernels for the CPU, the emulator included: once for all test processes."""
     import emulated_cuda
 
     own = tmp_path_factory.getbasetemp()
-    return emulated_cuda.build((own if worker_id == "master" else own.parent) / "emulated_cuda")
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    return emulated_cuda.build((own if alone else own.parent) / "emulated_cuda")
 
 
 @pytest.fixture(scope="session")

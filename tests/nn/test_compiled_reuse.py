@@ -105,3 +105,22 @@ def test_what_is_no_input_is_named_as_without_a_compiler():
     module = table()
     with pytest.raises(TypeError, match="ids must be a tensor, got dict"):
         torch.compile(lambda ids: module(ids), backend="aot_eager")({"ids": IDS})
+
+
+def test_weights_after_a_cut_are_compiled_once():
+    """Each use of `weight` is another object, which compiled code must not look for again."""
+    items = nk.nn.Embedding(9, 4, optimizer=nk.optim.SGD(lr=0.1))
+    bias = torch.zeros(9)
+
+    def scores(rows):
+        for _ in range(1):  # a cut in a loop: this is not compiled, but what it calls
+            torch._dynamo.graph_break()
+        return torch.nn.functional.linear(rows, items.weight, bias)
+
+    counter = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(scores, backend=counter, dynamic=True)
+    counts = []
+    for samples in (3, 5, 4, 6, 7):
+        run(torch.ones(samples, 4)).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[1]

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from nestpipe_kernels.capture.align import Aligner, Unaligned
 from nestpipe_kernels.capture.features import Received, receive, same_features
-from nestpipe_kernels.capture.modules import model_generators
+from nestpipe_kernels.capture.modules import model_generators, plain_name
 from nestpipe_kernels.capture.probe import ModelState, eager_only, preserved_random_state
 from nestpipe_kernels.capture.program import Call, Program
 from nestpipe_kernels.capture.split import SplitBatch, batch_size_of, split
 from nestpipe_kernels.capture.tape import Tape, TapeMode, tensors_in
 from nestpipe_kernels.capture.tree import children, is_jagged, is_keyed_jagged, is_keyed_tensor
 from nestpipe_kernels.errors import CaptureError
+from nestpipe_kernels.ops._arrays import as_tensor
 
 __all__ = ["CapturedInputs", "FunctionInputs", "SparseInputs", "capture_inputs", "from_function", "same_features"]
 
@@ -123,7 +124,8 @@ class FunctionInputs(SparseInputs):
             )
         result: dict[str, list[Any]] = {}
         for key, inputs in returned.items():
-            name = self._name_of.get(key) if isinstance(key, str | nn.Module) else None
+            known = plain_name(key) if isinstance(key, str) else key
+            name = self._name_of.get(known) if isinstance(known, str | nn.Module) else None
             if name is None:
                 got = repr(key) if isinstance(key, str) else type(key).__name__
                 raise CaptureError(
@@ -135,7 +137,7 @@ class FunctionInputs(SparseInputs):
                     f"capture: sparse_inputs must return a list with one input per call for module '{name}', got "
                     f"{type(inputs).__name__}; for one call return [input]"
                 )
-            result[name] = list(inputs)
+            result[name] = [as_tensor(one) for one in inputs]
         missing = [name for name in self.names if name not in result]
         if missing:
             raise CaptureError(

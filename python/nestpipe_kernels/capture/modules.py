@@ -13,19 +13,36 @@ __all__ = [
     "batch_coupled_modules",
     "embedding_modules",
     "model_generators",
+    "plain_name",
     "running_statistics",
+    "uncompiled",
     "warn_batch_coupled",
     "warn_pairs",
 ]
 
 
+_COMPILED = "_orig_mod"
+
+
 def embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Embedding modules (`types.EmbeddingModule`) by qualified name; an object is listed once, under its first name."""
     return {
-        name: module
+        plain_name(name): module
         for name, module in model.named_modules()
-        if callable(getattr(module, "row_stores", None)) and callable(getattr(module, "plan_call", None))
+        if uncompiled(module) is module
+        and callable(getattr(module, "row_stores", None))
+        and callable(getattr(module, "plan_call", None))
     }
+
+
+def plain_name(name: str) -> str:
+    """A qualified name without the parts that torch.compile adds to it."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What torch.compile has wrapped; else the module itself."""
+    return module._modules.get(_COMPILED) or module
 
 
 def batch_coupled_modules(model: nn.Module) -> list[str]:
@@ -45,7 +62,7 @@ def batch_coupled_modules(model: nn.Module) -> list[str]:
 def model_generators(model: nn.Module) -> dict[str, torch.Generator]:
     """The torch.Generator objects that modules of a model hold as attributes, by `model.PATH.ATTRIBUTE`."""
     return {
-        ".".join(part for part in ("model", path, attribute) if part): value
+        ".".join(part for part in ("model", plain_name(path), attribute) if part): value
         for path, module in model.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, torch.Generator)

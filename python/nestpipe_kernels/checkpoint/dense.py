@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..capture.modules import embedding_modules
+from ..capture.modules import embedding_modules, plain_name
 from ..errors import CheckpointError
 from .tree import Ordered
 
@@ -53,7 +53,7 @@ def parameters_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a parameter is not initialized yet (lazy modules).
     """
-    found: dict[str, Tensor] = dict(model.named_parameters())
+    found: dict[str, Tensor] = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     known = {id(parameter) for parameter in model.parameters()}
     for g, group in enumerate(getattr(optimizer, "param_groups", ())):
         for k, parameter in enumerate(group["params"]):
@@ -71,7 +71,7 @@ def parameters_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The persistent buffers of the model, by name: those that its state_dict would hold."""
     return {
-        f"{path}.{name}" if path else name: buffer
+        plain_name(f"{path}.{name}" if path else name): buffer
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
@@ -81,7 +81,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def extra_states_of(model: nn.Module) -> dict[str, Any]:
     """What modules give as `get_extra_state()`, by module."""
     return {
-        path: module.get_extra_state()
+        plain_name(path): module.get_extra_state()
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..capture.modules import plain_name
 from ..config import MOST_MICRO_BATCHES
 from ..errors import CheckpointError
 from ..ops.owners import default_slice_owner
@@ -237,7 +238,7 @@ class Loading:
             load_optimizer(who.optimizer, self._dense["optimizer"])
         if self._with_state:
             load_learning_rates(who.model, self._dense["learning_rates"], self._tables)
-        modules = dict(who.model.named_modules())
+        modules = {plain_name(path): module for path, module in who.model.named_modules()}
         for path, state in self._own["extra_state"].items():
             if path in modules:
                 modules[path].set_extra_state(state)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.modules import embedding_modules, model_generators
+from ..capture.modules import embedding_modules, model_generators, uncompiled
 from ..comm import Communicator, SparseGroups, Topology, communicator_for
 from ..errors import CheckpointError
 from ..pipeline.train_pipeline import NestedPipeline
@@ -115,7 +115,7 @@ def participants(
 
 
 def _check_pipeline(doing: str, model: nn.Module, pipeline: NestedPipeline, optimizer: Any) -> None:
-    if pipeline.model is not model:
+    if uncompiled(pipeline.model) is not uncompiled(model):
         raise CheckpointError(
             f"checkpoint.{doing}: the pipeline trains another model than the one given; pass its model"
         )

@@ -86,7 +86,7 @@ def _devices() -> list[str]:
     npu = _npus()
     if npu:
         lines.append(npu)
-    return ["; ".join(lines if len(lines) > 1 else [*lines, "no accelerator seen"])]
+    return ["; ".join(lines)]
 
 
 def _cuda_devices() -> list[str]:
@@ -96,7 +96,7 @@ def _cuda_devices() -> list[str]:
     from nestpipe_kernels.device import backend_for
 
     if torch.version.cuda is None:
-        return []
+        return ["no CUDA: this torch was built without it"]
     try:
         backend_for("cuda")
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import sys
@@ -123,8 +124,11 @@ def _check_outputs(options: TrainOptions) -> None:
     for flag, path in (("--timeline", options.timeline), ("--json", options.json)):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {Path(path).resolve().parent}; make it first")
-    if options.timeline is not None and options.timeline.lower().endswith(".png"):
-        import matplotlib  # noqa: F401  (missing: an error now, not after training)
+    as_png = options.timeline is not None and options.timeline.lower().endswith(".png")
+    if as_png and importlib.util.find_spec("matplotlib") is None:  # an error now, not after training
+        raise ValueError(
+            "--timeline: .png needs matplotlib; install it (pip install 'nestpipe_kernels[plot]') or save as .html"
+        )
     build(options.model, _NoData(options.model in SEQUENCE_MODELS), make_optimizer(options), embedding_dim=options.dim)
 
 

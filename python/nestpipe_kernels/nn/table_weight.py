@@ -49,7 +49,7 @@ class TableWeight:
         weights = [one for one in (*args, *given.values()) if isinstance(one, TableWeight)]
         if given.get("max_norm") is not None and weights:
             raise weights[0]._refused(f"{name}(max_norm={given['max_norm']})")
-        read: dict[int, Tensor] = {}
+        read: dict[tuple[int, bool], Tensor] = {}
         arguments, given = _read(list(args), read), _read(given, read)
         if len(weights) == 1 and args and args[0] is weights[0]:  # its views refuse writes, too
             arguments[0] = guarded(arguments[0], weights[0]._refused)
@@ -164,12 +164,13 @@ class TableWeight:
         return self.tensor().detach().numpy().__array__(*args)
 
 
-def _read(tree: Any, read: dict[int, Tensor]) -> Any:
+def _read(tree: Any, read: dict[tuple[int, bool], Tensor]) -> Any:
     """Arguments with tensors in place of weights; one tensor for each, however often it is there."""
     if isinstance(tree, TableWeight):
-        if id(tree) not in read:
-            read[id(tree)] = tree.tensor()
-        return read[id(tree)]
+        key = id(tree.module), tree._detached  # not its own id: each is new, and compiled code would look for that one
+        if key not in read:
+            read[key] = tree.tensor()
+        return read[key]
     if type(tree) in (list, tuple):
         return type(tree)(_read(item, read) for item in tree)
     if type(tree) is dict:
@@ -180,7 +181,7 @@ def _read(tree: Any, read: dict[int, Tensor]) -> Any:
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: TableWeight, *args: Any) -> Any:
         rows = self.tensor()
-        return getattr(rows, name)(*_read(args, {id(self): rows}))
+        return getattr(rows, name)(*_read(args, {(id(self.module), self._detached): rows}))
 
     apply.__name__ = name
     return apply

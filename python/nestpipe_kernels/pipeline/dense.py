@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from nestpipe_kernels.capture.modules import plain_name
+
 __all__ = ["check_optimizer", "dense_parameters", "exchanged_at_once"]
 
 _MOST_BYTES_AT_ONCE = 1 << 16
@@ -27,7 +29,7 @@ def dense_parameters(model: nn.Module, optimizer: Any) -> list[tuple[str, nn.Par
         for g, group in enumerate(getattr(optimizer, "param_groups", ()))
         for k, parameter in enumerate(group["params"])
     }
-    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad or id(p) in held]
+    found = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad or id(p) in held]
     own = {id(p) for p in model.parameters()}
     found += [named for key, named in held.items() if key not in own]
     for name, parameter in found:
