@@ -30,7 +30,14 @@ from nestpipe_kernels.stages.lookup_function import PendingLookup, bare_answers,
 
 __all__ = ["Traced", "enroll", "is_exporting", "new_anchor", "traced_lookup"]
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # new in torch 2.7
+_asked: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # new in torch 2.7
+_TRACED_TRULY = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether code that is traced gets a true answer: in torch 2.11 it is always yes."""
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces, as far as this torch can tell."""
+    return (_TRACED_TRULY or not torch.compiler.is_dynamo_compiling()) and _asked()
 
 
 class Traced(Protocol):
